@@ -71,7 +71,7 @@ from smp_core.layout import DATA
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.planning.auto_degree import missed, smallest_layout
-from smp_core.rank_watch import RankWatch, count_forwards, stop_watching, watch_ranks
+from smp_core.rank_watch import RankWatch, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from smp_core.stepped import after_each_step
@@ -220,7 +220,6 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             watch_for_unprepared()
             attach(model, handle)
             save_full(model, handle)
-            count_forwards(model, handle.mesh.shard_ranks)
             if handle.context is not None:
                 self.run_over_ranks(model)
         with compiled_already(model, self):  # Accelerate still adds autocast

@@ -11,24 +11,11 @@ import sys
 from types import TracebackType
 from typing import Any
 
-_SUBMODULE = (
-    "parameters are shards outside of the model's forward, and a submodule or an operator was given one with a plain "
-    "tensor. Call the model itself; or put the call into a method of the model and name it, "
-    "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x). All ranks have "
-    "to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks; in a term of the loss, "
-    "term.full_tensor(), as in loss + 0.1 * sum(p.square().sum().full_tensor() for p in model.parameters())."
-)
-_PENALTY = (
-    "in a term of the loss that is made of parameters, which are shards, make each part whole: loss + 0.1 * "
-    "sum(p.square().sum().full_tensor() for p in model.parameters())."
-)
-_OF_BEFORE = (
-    "a plain tensor, perhaps of a copy that was made before the model was prepared (an average of weights, a teacher, "
-    "a target network), meets a parameter, which is a shard now. Make the copy after prepare, of "
-    "[p.detach().clone() for p in model.parameters()], as EMAModel(model.parameters()) does: shards of one layout are "
-    "added, mixed and copied like whole tensors. Or prepare the copy with the model: model, teacher = "
-    "accelerator.prepare(model, teacher). In Lightning use EMAWeightAveraging, or keep it in the LightningModule, "
-    "which shards both. A whole tensor of a parameter: parameter.full_tensor(), on all ranks."
+_MIXED = (
+    "parameters are shards outside of the model's forward, and this operation was given one with a plain tensor. Write "
+    "parameter.full_tensor(), on all ranks, to compute with a whole weight. Where it happened in a method of the model "
+    "name that, forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x), on "
+    "all ranks."
 )
 _NOT_IN_GRAPH = (
     "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
@@ -57,9 +44,7 @@ _NOT_TOGETHER = (
 )
 # The first that is found in an error's text.
 _NOTES = {
-    r"aten\.(_foreach_)?(add|sub|rsub|mul|div|lerp|copy|addcmul|mse_loss|dist)_?\.\S+ got mixed": _OF_BEFORE,
-    "got mixed torch.Tensor and DTensor": _SUBMODULE,
-    "Sharding propagation failed for aten.add_|in-place operations that require placement changes": _PENALTY,
+    "got mixed torch.Tensor and DTensor": _MIXED,
     "appears to not have been used in the graph": _NOT_IN_GRAPH,
     "trying to differentiate twice": _TWICE,
     "FSDP does not support deepcopy": _COPY,

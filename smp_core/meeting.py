@@ -23,7 +23,7 @@ class Meetings:
     """The meetings of one rank with others.
 
     Attributes:
-        forwards: forward passes begun that need all of ``peers``; counted by whoever makes them collective.
+        forwards: calls into models begun that need all of ``peers`` (:func:`smp_core.rank_watch.count_call`).
         peers: the ranks that make forward passes together with this one.
         limit: seconds that a rank waits for others that live and do not come; None: forever.
         rank_0_ended: whether the process that keeps the board has ended, or is about to.

@@ -247,7 +247,8 @@ class ParallelModel:
 
     @property
     def _masters_on_host(self) -> bool:
-        return self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
+        on_host = self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
+        return on_host and not self.plan.dtypes.masters
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
         """Make an optimizer over this model's parameters right for them

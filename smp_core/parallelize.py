@@ -68,6 +68,7 @@ from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
+from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors
 from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.random_values import draw_whole_tensors
@@ -238,10 +239,12 @@ def _join_stages(
 
 def change_this_process(mesh: SmpMesh) -> None:
     """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
-    those of unsharded tensors, random ones included, and errors that others raise about them are explained."""
+    those of unsharded tensors, random ones included, unsharded tensors may be operands beside them, and errors that
+    others raise about them are explained."""
     refuse_to_pickle_shards()
     reduce_scalars()
     draw_whole_tensors(mesh)
+    compute_with_unsharded_tensors()
     explain_uncaught_errors()
 
 

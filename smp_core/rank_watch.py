@@ -31,7 +31,6 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from smp_core import run_log
 from smp_core.compat import collective_timeout
@@ -422,6 +421,7 @@ _last_boards: list[Board] = []
 """Those of the last watch that ended, so that a keeper's is there while others look why that rank has ended."""
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
+_met_behind: tuple[int, int] | None = None  # a watch, and a number of calls into models
 _REPORTED = "_smp_reported"
 
 
@@ -463,14 +463,26 @@ def report(error: BaseException) -> None:
         _watch.report(error)
 
 
-def meet(place: str) -> None:
+def meet(place: str, ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank has come to ``place``, a call as a user types it. Collective.
+
+    Args:
+        ranks: those who make the call together; by default all.
 
     Raises:
         RuntimeError: one is elsewhere, e.g. because only the main process makes the call.
     """
-    if _watch is not None:
-        _watch.meetings.meet(place)
+    if _watch is not None and _is_current():
+        _watch.meetings.meet(place, ranks)
+
+
+def meet_between_calls(place: str, ranks: Sequence[int]) -> None:
+    """Meet at ``place``, as :func:`meet` does, if it is the first such place since the last call into a model
+    (:func:`count_call`)."""
+    global _met_behind
+    if _watch is not None and _met_behind != (behind := (id(_watch), _watch.meetings.forwards)):
+        meet(place, ranks)
+        _met_behind = behind
 
 
 def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
@@ -487,16 +499,16 @@ def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
         _watch.meetings.meet(place, ranks)
 
 
-def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
-    """Count forward passes: a rank that waits for ``peers`` sees by one of them that they do not come."""
-
-    def begun(*_: Any) -> None:
-        if _watch is not None:
-            _watch.meetings.forwards += 1
-
-    if _watch is not None and len(peers) > 1:
+def expect_calls(peers: Sequence[int]) -> None:
+    """Take note of the ranks that make calls into a model together with this one."""
+    if _watch is not None:
         _watch.meetings.peers = peers
-        model.register_forward_pre_hook(begun, prepend=True)
+
+
+def count_call() -> None:
+    """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
+    if _watch is not None:
+        _watch.meetings.forwards += 1
 
 
 def _is_current() -> bool:

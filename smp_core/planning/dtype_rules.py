@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smp_core.config import SmpConfig
 from smp_core.planning.draft import Draft
 from smp_core.planning.shapes import ParameterShape, Shapes
 
@@ -96,7 +97,7 @@ def settle_masters(draft: Draft, shapes: Shapes, came_sharded: bool, replicas: i
 
     Returns:
         whether these weights are stored in float32. (Masters on the host, and of a model that came sharded, are beside
-        the weights.)
+        the weights, unless FP8 weights are quantised from what is stored.)
 
     Raises:
         ValueError: masters of half precision weights that came sharded.
@@ -120,7 +121,8 @@ def settle_masters(draft: Draft, shapes: Shapes, came_sharded: bool, replicas: i
     if asked == "auto" and not by:
         draft.warnings.append(without_masters(half[0].dtype))
     resolved = draft.knobs.master_dtype == "float32"
-    return resolved and not came_sharded and knobs.state_offload != "optimizer"
+    beside = came_sharded or (knobs.state_offload == "optimizer" and not quantises_stored(knobs))
+    return resolved and not beside
 
 
 def without_masters(dtype: torch.dtype) -> str:
@@ -139,8 +141,7 @@ def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool, masters: bo
     Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
     knobs = draft.knobs
     dtype = dtype_of(knobs.param_dtype)
-    native_fp8 = knobs.fp8 is not None and knobs.fp8.backend == "native"
-    if knobs.optimizer_shard != "world" or native_fp8 or knobs.state_offload == "optimizer" or not gathers:
+    if knobs.optimizer_shard != "world" or quantises_stored(knobs) or knobs.state_offload == "optimizer" or not gathers:
         return False
     of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
     stepped = (torch.float32, *HALF) if masters else (torch.float32,)
@@ -149,6 +150,11 @@ def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool, masters: bo
     why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"
     draft.settle("optimizer_shard", "world", why)
     return True
+
+
+def quantises_stored(knobs: SmpConfig) -> bool:
+    """Return whether FP8 weights are quantised from the stored ones."""
+    return knobs.fp8 is not None and knobs.fp8.backend == "native"
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from smp_core.foreign_files import number, numbers
 from smp_core.links import rounds
-from smp_core.planning.cluster import GIB
 from smp_core.report.runs import Run, objects, texts
 from smp_core.step_times import PARTS
 
@@ -123,5 +122,5 @@ def _memory(run: Run) -> list[str]:
     states = sum(peak.get(kind, 0.0) for kind in planned)
     return [
         f"Of what the plan counts (parameters, gathered units, gradients, optimizer states) the highest peak had "
-        f"{states / GIB:.3g} GiB, planned were {sum(planned.values()) / GIB:.3g} GiB."
+        f"{states / 2**30:.3g} GiB, planned were {sum(planned.values()) / 2**30:.3g} GiB."
     ]

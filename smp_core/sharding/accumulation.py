@@ -43,6 +43,7 @@ from torch import nn
 
 from smp_core.comm.traffic import Traffic
 from smp_core.planning.decide import Plan
+from smp_core.rank_watch import meet
 from smp_core.sharding.divergence import RanksDiverged
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
@@ -129,6 +130,8 @@ class AccumulationWindow:
         self._in_stages = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
+        # Whether micro-batches are closed for hooks of parameters, as all ranks knew when they last compared.
+        self._closes_each = bool(self._hooked())
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
@@ -208,12 +211,20 @@ class AccumulationWindow:
             self._gave_up = False
 
     def _close_micro_batch(self) -> None:
-        """Complete the gradients of a micro-batch for hooks of parameters; the window goes on."""
+        """Complete the gradients of a micro-batch for hooks of parameters; the window goes on.
+
+        A rank that has hooks since the last close finds out whether the others have, which otherwise are in their next
+        forward and wait for its part of the parameters. Where a rank has none any more, ranks compare that as they
+        close.
+        """
+        hooked = list(self._hooked())
+        if hooked and not self._closes_each:
+            meet(f"{hooked[0]}.register_hook(...)", self._mesh.shard_ranks)
         if self._first_window and self._mesh.rank == 0:
             logger.info(
                 "parameters have hooks (%s), which see complete gradients: those of each micro-batch are summed over "
                 "all ranks",
-                ", ".join(list(self._hooked())[:3]),
+                ", ".join(hooked[:3]),
             )
         self._close()
         self._took_part = True
@@ -258,6 +269,7 @@ class AccumulationWindow:
             self._await_sums()
             self._drop_gradients()
             raise RanksDiverged(diverged)
+        self._closes_each = bool(hooked)
         # Phase 3: what only others have is sent as zeros. Then plain parameters, behind all units on every rank: stages
         # of their route may share groups with those of units.
         if self._next < len(self._units):
@@ -438,7 +450,7 @@ class AccumulationWindow:
         self._replicated.end_of_pass()
         if self._last:
             self.close()
-        elif not self._in_stages and self._hooked():
+        elif not self._in_stages and (self._closes_each or self._hooked()):
             self._close_micro_batch()
         elif self._keep_gathered:
             self._calls.show_shards(kept=True)

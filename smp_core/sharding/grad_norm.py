@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from smp_core.sharding.mixed_operands import take_part_of_gradient
 from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here
 
@@ -66,6 +67,7 @@ def grad_norm(
         groups = _sharded_over(parameter, masters_over)
         device = _device_of_sums(parameter) if groups else device
         gradients = held.setdefault(groups, [])
+        take_part_of_gradient(parameter)
         if parameter.grad is not None:
             gradients.append(_local(parameter.grad))
     # Phase 2: the powers, added up.
@@ -199,6 +201,7 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Limit every gradient element to [-clip_value, clip_value], DTensor and plain alike. Local."""
     for parameter in parameters:
+        take_part_of_gradient(parameter)
         if parameter.grad is not None:
             gradient = _local(parameter.grad)
             gradient.clamp_(-clip_value, clip_value)

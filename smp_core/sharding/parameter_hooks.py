@@ -110,7 +110,7 @@ class ParameterHooks:
         hooks, mesh = list(_each(self._of_gradient)), self._mesh()
         if not hooks or mesh is None:
             return gradient
-        whole = _unsharded(gradient, mesh)
+        whole = unsharded_value(gradient, mesh)
         drawn = _random_states(whole.device)
         with implicit_replication():
             for hook in hooks:
@@ -184,7 +184,7 @@ def _post_accumulate_grad_hooks(tensor: torch.Tensor) -> Any:
     return tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
-def _unsharded(gradient: torch.Tensor, mesh: SmpMesh) -> torch.Tensor:
+def unsharded_value(gradient: torch.Tensor, mesh: SmpMesh) -> torch.Tensor:
     """Return the whole gradient as a plain tensor on the mesh's device, also of a shard in host memory."""
     if not isinstance(gradient, DTensor):
         return gradient

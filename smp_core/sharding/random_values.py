@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.absent import ABSENT, is_absent
@@ -88,7 +89,7 @@ def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iter
         generator = torch.default_generator
         if device.type != "cpu":
             generator = torch.get_device_module(device).default_generators[device.index]
-    mesh = _mesh_of(target)
+    mesh = mesh_on(target.device_mesh)
     if mesh is None:
         yield
         return
@@ -104,8 +105,9 @@ def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iter
             generator.set_state(own)
 
 
-def _mesh_of(target: DTensor) -> SmpMesh | None:
-    ranks = set(target.device_mesh.mesh.flatten().tolist())
+def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
+    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong to."""
+    ranks = set(device_mesh.mesh.flatten().tolist())
     meshes = [mesh for each in _meshes if (mesh := each()) is not None]
     return next((each for each in meshes if ranks <= _ranks_of(each)), None)
 

@@ -26,6 +26,7 @@ from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import ShardedUnit, Slot
+from smp_core.sharding.mixed_operands import Placed, sharded_mean, take_part_of_gradient
 from smp_core.sharding.optimizer import FlatShard
 from smp_core.sharding.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.whereabouts import here
@@ -289,16 +290,19 @@ class UnitWindow:
         if self.masters is not None:
             self.masters.take_gradients()
 
-    def _set_aside(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _set_aside(self, index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
         """Return what sets ``.grad`` aside, when a term of the loss that is made of shards has a gradient of the
         parameter: autograd would add one that is replicated to one that is not, which torch refuses."""
         owner = weakref.ref(self)  # as autograd holds it
 
-        def set_aside(_: torch.Tensor) -> None:
-            if (this := owner()) is not None and index not in this._before:
+        def set_aside(gradient: torch.Tensor) -> torch.Tensor | None:
+            if (this := owner()) is None:
+                return None
+            parameter = this.unit.parameters()[index]
+            if index not in this._before:
                 this._on_backward()
-                parameter = this.unit.parameters()[index]
                 this._before[index], parameter.grad = parameter.grad, None
+            return sharded_mean(gradient, Placed.of(parameter)) if isinstance(parameter, DTensor) else None
 
         return set_aside
 
@@ -374,6 +378,7 @@ def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.T
 
 
 def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
+    take_part_of_gradient(parameter)
     if parameter.grad is None:
         parameter.grad = gradient
     else:

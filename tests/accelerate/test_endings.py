@@ -55,3 +55,10 @@ def test_a_rank_that_is_stopped_ends_the_run_when_the_timeout_is_over(kind: str,
 @pytest.mark.parametrize("kind", ["loop", "trainer"])
 def test_a_rank_that_leaves_the_others_is_named(kind: str, tmp_path: Path) -> None:
     assert re.search(r"the run ended on rank 1 \(after optimizer step 2\)", end(kind, 2, "exit", 1, tmp_path))
+
+
+def test_a_hook_that_only_one_rank_registers_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """In a window of two micro-batches: the ranks would wait in different collectives."""
+    stderr = end("loop", 2, "hook", 1, tmp_path)
+    expected = r"rank 1 is at layer\.weight\.register_hook\(\.\.\.\) and rank 0 at the model's next forward pass"
+    assert re.search(expected, stderr), stderr

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from smp_core.comm.deferred import Deferred
 from smp_core.sharding.fsdp import at_end_of_backward, backward_pass, forget_passes
@@ -326,6 +327,25 @@ def tensors(mesh: DeviceMesh) -> Seen:
         "to_local shares": weight.to_local().data_ptr() == local.data_ptr(),
         "passes": (backward_pass(), _pass_inside()),
     }
+
+
+@observation
+def dispatch_rules(mesh: DeviceMesh) -> Seen:
+    """A rule for an operation of DTensors, which leaves some calls to torch."""
+    plain = torch.ones(2, 2, requires_grad=True)
+    shard = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)])
+    implicit: list[bool] = []
+
+    def rule(kind: type, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        implicit.append(DTensor._op_dispatcher._allow_implicit_replication)
+        implicit.append(any(each.requires_grad for each in args))
+        return args[0].detach() + args[1].full_tensor() if type(args[0]) is torch.Tensor else NotImplemented
+
+    torch.library.register_torch_dispatch(torch.ops.aten.nextafter.default, DTensor, rule)
+    results = [torch.nextafter(plain, shard), torch.nextafter(shard, shard)]
+    with implicit_replication():
+        torch.nextafter(shard, plain)
+    return {"results": [type(each) is DTensor for each in results], "rule saw": implicit}
 
 
 def _pass_inside() -> bool:

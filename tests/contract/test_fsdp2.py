@@ -154,3 +154,10 @@ def test_writes_and_hooks_of_a_parameter_can_be_seen(seen: Any) -> None:
 
 def test_backward_passes_have_numbers(seen: Any) -> None:
     assert seen("tensors")["passes"] == (-1, True)
+
+
+def test_an_operations_rule_sees_its_operands_and_may_leave_it_to_torch(seen: Any) -> None:
+    """smp_core/sharding/mixed_operands.py"""
+    found = seen("dispatch_rules")
+    assert found["results"] == [False, True]
+    assert found["rule saw"] == [False, True, False, False, True, True]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +20,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from tests.harness import run_ranks
+from tests.lightning import modules
 from tests.lightning.modules import LanguageModule, PictureModule
 from tests.lightning.running import Run, assert_same, make_trainer, read_checkpoint, report, together
 
@@ -130,6 +133,40 @@ def test_stochastic_weight_averaging_is_that_of_one_process(knobs: str) -> None:
         fit_averaging("swa", None, Pictures, **flags),
     )
     assert_same(together(fit_averaging, "swa", KNOBS[knobs], **flags, ranks=2), fit_averaging("swa", **flags))
+
+
+class OwnAverages(Callback):
+    """Averages that a script makes of a module before `fit`, and updates with what is trained then."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.average = AveragedModel(module.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.teacher = copy.deepcopy(module.model)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.average.update_parameters(pl_module.model)
+        for mine, trained in zip(self.teacher.parameters(), pl_module.model.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * trained.data
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        kept = {"average": self.average.module, "teacher": self.teacher}
+        return {f"{kind}.{name}": value for kind, model in kept.items() for name, value in model.state_dict().items()}
+
+
+def fit_with_own_averages(knobs: dict[str, Any] | None = None) -> Run:
+    with mock.patch.object(modules, "rank", return_value=0):  # as after seed_everything: all ranks' copies are equal
+        module = Language(batches=2)
+    own = OwnAverages(module)
+    trainer = make_trainer(knobs, callbacks=[own], precision="64-true")
+    trainer.fit(module)
+    run = report(trainer, module)
+    return Run(run.losses, {**run.weights, **own.weights()}, run.metrics)
+
+
+@pytest.mark.parametrize("knobs", ["node", pytest.param("world", marks=pytest.mark.slow)])
+def test_a_callbacks_copies_of_before_fit_average_as_in_one_process(knobs: str) -> None:
+    runs = together(fit_with_own_averages, KNOBS[knobs], ranks=2)
+    assert_same(runs, fit_with_own_averages())
 
 
 class Drawn:

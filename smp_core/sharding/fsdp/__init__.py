@@ -14,7 +14,7 @@ from smp_core.sharding.fsdp.adopted import (
     given_units,
     partial_sum_bytes,
 )
-from smp_core.sharding.fsdp.calls import Calls
+from smp_core.sharding.fsdp.calls import Calls, in_a_call
 from smp_core.sharding.fsdp.internals import require_internals
 from smp_core.sharding.fsdp.param_group import GivenPolicy
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
@@ -36,6 +36,7 @@ __all__ = [
     "forget_passes",
     "given_policy",
     "given_units",
+    "in_a_call",
     "partial_sum_bytes",
     "name_uncalled",
     "passing_by",

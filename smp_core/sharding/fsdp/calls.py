@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.module_names import clean_name
-from smp_core.rank_watch import meet_between_runs
+from smp_core.rank_watch import count_call, expect_calls, meet_between_runs
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
@@ -46,6 +46,14 @@ _POST_ACCUMULATE = (
     "%s has a hook of register_post_accumulate_grad_hook, which would see this rank's part of a gradient: sums over "
     "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
 )
+
+
+_all: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+def in_a_call() -> bool:
+    """Return whether this process is in a call into any sharded model."""
+    return any(calls._outermost is not None for calls in _all)
 
 
 class Calls:
@@ -78,6 +86,8 @@ class Calls:
         self.unsharded = False
         weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
+        _all.add(self)
+        expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         for unit in self._units[:1]:  # they share one
@@ -224,6 +234,7 @@ class Calls:
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         parts = (self._name, self._names[id(module)], method)
         meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+        count_call()
 
 
 def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:

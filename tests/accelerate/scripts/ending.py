@@ -2,8 +2,9 @@
 
     ending.py KIND EVENT RANK FOLDER
 
-KIND is "loop" or "trainer". RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), or leaves by
-sys.exit ("exit"). Every rank writes its process id into FOLDER.
+KIND is "loop" or "trainer". RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by
+sys.exit ("exit"), or registers a hook of a parameter in the first of two micro-batches ("hook"). Every rank writes its
+process id into FOLDER.
 
 The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
 before their collective has failed. What they say by themselves is what is looked at here; torchrun's own report names
@@ -46,20 +47,25 @@ class Model(nn.Module):
                 raise ArithmeticError("the user's own mistake")
             if event == "exit":
                 sys.exit("enough")
-            os.kill(os.getpid(), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
+            if event == "hook":
+                self.layer.weight.register_hook(torch.abs)
+            else:
+                os.kill(os.getpid(), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
         time.sleep(0.02)
         return {"loss": self.layer(x).square().mean()}
 
 
 def loop() -> None:
-    accelerator = SmpAccelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))])
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))
+    accelerator = SmpAccelerator(gradient_accumulation_steps=1 + (event == "hook"), kwargs_handlers=[timeout])
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     write_process_id(accelerator)
     while True:
-        accelerator.backward(model(torch.randn(2, 4))["loss"])
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(2, 4))["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def trainer() -> None:

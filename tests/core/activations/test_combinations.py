@@ -45,17 +45,20 @@ def test_with_fp8() -> None:
     assert run_ranks(fp8_runs, 2) == [[], []]
 
 
+ON_HOST = {"state_offload": "optimizer"}
 # Each beside the same without offload: with and without an FP8 gather, whole (FSDP2 is there for offloading alone), and
-# with states over the world. (A bfloat16 model's masters on the host leave weights of two bytes to quantise from.)
+# with states over the world. FP8 weights of a bfloat16 model are quantised from float32 masters wherever those are
+# stepped.
 FP8_OFFLOADS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"shard_degree": 4}, {"state_offload": "all"}),
     ({"shard_degree": 2, "collectives": {"hierarchical": False}, "dtype": torch.bfloat16}, {"state_offload": "all"}),
     ({"shard_degree": 2, "fp8": Fp8Recipe(amax_history_len=4, fp8_all_gather=False)}, {"state_offload": "all"}),
     ({"shard_degree": 1}, {"state_offload": "all"}),
-    (
-        {"shard_degree": 2, "optimizer_shard": "world", "micro_batches": 1},
-        {"state_offload": "optimizer"},
+    *(
+        ({"shard_degree": 2, "optimizer_shard": "world", "dtype": dtype, "micro_batches": 1}, ON_HOST)
+        for dtype in (torch.float32, torch.bfloat16)
     ),
+    ({"shard_degree": 2, "dtype": torch.bfloat16, "master_dtype": "float32"}, ON_HOST),
 ]
 
 
