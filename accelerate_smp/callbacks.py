@@ -1,8 +1,8 @@
 """SmpMonitorCallback: the throughput and memory of training, in the log of transformers' Trainer.
 
-The figures are those of Lightning's SmpMonitor (smp_core.job_figures). A TrainerCallback does not see batches, so
-samples, tokens and FLOPs are counted in hooks around the model's forward. SmpTrainerMixin puts the figures into every
-log entry with a loss, so that they reach the console, ``trainer.state.log_history`` and every logger.
+The figures are those of Lightning's SmpMonitor (smp_core.observe.job_figures). A TrainerCallback does not see batches,
+so samples, tokens and FLOPs are counted in hooks around the model's forward. SmpTrainerMixin puts the figures into
+every log entry with a loss, so that they reach the console, ``trainer.state.log_history`` and every logger.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.job_figures import DrawsTimeline, check_peak
-from smp_core.memory_watch import WatchesMemory
-from smp_core.run_log import FILE
-from smp_core.run_record import RunRecord
+from smp_core.observe.job_figures import DrawsTimeline, check_peak
+from smp_core.observe.memory_watch import WatchesMemory
+from smp_core.observe.run_record import RunRecord
+from smp_core.run_log.write import FILE
 
 
 class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):

@@ -35,7 +35,7 @@ from smp_core.checkpoint import (
     read_rest,
     save_checkpoint,
 )
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
@@ -48,8 +48,8 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
-from smp_core.module_names import uncompiled
-from smp_core.recipes import DelayedInit
+from smp_core.config.recipes import DelayedInit
+from smp_core.torch_facts.module_names import uncompiled
 
 logger = logging.getLogger("smp")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate_smp.handle import parallel_of
 from smp_core.config import SmpConfig
-from smp_core.recipes import Compile
+from smp_core.config.recipes import Compile
 
 
 def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig:

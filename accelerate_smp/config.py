@@ -20,7 +20,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from smp_core.config import SmpConfig
-from smp_core.knob_recipe import nested
+from smp_core.config.recipe import nested
 
 logger = logging.getLogger("smp")
 

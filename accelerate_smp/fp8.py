@@ -17,8 +17,8 @@ from typing import Any
 from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 from smp_core.config import SmpConfig
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_values import nearest_name
+from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config.values import nearest_name
 
 logger = logging.getLogger("smp")
 

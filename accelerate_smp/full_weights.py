@@ -26,9 +26,9 @@ from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import full_state_dict
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.parallel_model import ParallelModel
-from smp_core.rank_watch import meet
+from smp_core.engine.parallel_model import ParallelModel
 from smp_core.sharding.pickling import is_a_part
+from smp_core.watch.rank_watch import meet
 
 _PART = "_smp_part_of"
 

@@ -1,7 +1,7 @@
 """SmpMonitor: the throughput and memory of a bare Accelerate loop, and which rank the others wait for.
 
-The figures are those of Lightning's SmpMonitor (smp_core.job_figures). A loop has no hooks between the parts of a step,
-so these are told by what it calls anyway: the model's forward, ``accelerator.backward`` and ``optimizer.step``.
+The figures are those of Lightning's SmpMonitor (smp_core.observe.job_figures). A loop has no hooks between the parts of
+a step, so these are told by what it calls anyway: the model's forward, ``accelerator.backward`` and ``optimizer.step``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.job_figures import check_peak
-from smp_core.memory_watch import WatchesMemory
-from smp_core.run_record import RunRecord
-from smp_core.stepped import after_each_step
+from smp_core.observe.job_figures import check_peak
+from smp_core.observe.memory_watch import WatchesMemory
+from smp_core.observe.run_record import RunRecord
+from smp_core.torch_facts.stepped import after_each_step
 
 
 class SmpMonitor(WatchesMemory):
@@ -91,7 +91,8 @@ class SmpMonitor(WatchesMemory):
 
     @property
     def straggler(self) -> Any:
-        """The rank that the others waited for before the last report (:class:`smp_core.step_times.Straggler`)."""
+        """The rank that the others waited for before the last report
+        (:class:`smp_core.observe.step_times.Straggler`)."""
         return self._figures.straggler
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:

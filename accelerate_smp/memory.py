@@ -10,15 +10,15 @@ from accelerate_smp import checkpoints
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.saved_states import SavedStatesAccelerator, load
 from smp_core.checkpoint import first_undamaged
-from smp_core.checkpoint.memory_search import MemoryCheckpoint
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.search import MemoryCheckpoint
+from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import join, readable_checkpoints
 from smp_core.checkpoint.untrusted import NoSuchFolder
 from smp_core.config import SmpConfig
-from smp_core.engine import memory_tier
-from smp_core.rank_watch import meet
+from smp_core.entry import memory_tier
 from smp_core.topology import Topology
+from smp_core.watch.rank_watch import meet
 
 
 class StatesInMemoryAccelerator(SavedStatesAccelerator):
@@ -73,7 +73,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         return None if newest is None else os.fspath(newest)
 
     def make_memory(self, saves_to: str, by: str, inside: str = "") -> MemoryTier | None:
-        """Make what a run keeps its states in (:func:`smp_core.engine.memory_tier`); None without the knob, and in
+        """Make what a run keeps its states in (:func:`smp_core.entry.memory_tier`); None without the knob, and in
         one process. Collective.
 
         What a phase of the loop before has kept stays until the last one has ended: started anew, the script needs it.

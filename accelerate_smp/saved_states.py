@@ -21,7 +21,7 @@ from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import is_checkpoint, remove_checkpoint
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.root import surplus
-from smp_core.rank_watch import meet
+from smp_core.watch.rank_watch import meet
 
 logger = logging.getLogger("smp")
 

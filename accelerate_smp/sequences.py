@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
+from smp_core.cluster.layout import DATA, GRADIENTS, Ranks
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.context_parallel.active import SplitBatch, active_split, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
-from smp_core.layout import DATA, GRADIENTS, Ranks
-from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
 from smp_core.pipeline.step import Within
-from smp_core.whereabouts import here
+from smp_core.watch.whereabouts import here
 
 
 class SharedSequencesAccelerator(PipelinedAccelerator):

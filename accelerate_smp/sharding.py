@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_smp.compiled import with_dynamo_plugin
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
-from smp_core.planning.dtype_rules import Precision
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.sharding.dtype_rules import Precision
 from smp_core.topology import Topology
 
 
@@ -35,7 +35,7 @@ def shard(
         optimizers: prepared together with models; memory is planned for those that step this one.
 
     Raises:
-        ValueError: :func:`smp_core.engine.parallelize` refuses the model or the knobs.
+        ValueError: :func:`smp_core.entry.parallelize` refuses the model or the knobs.
     """
     device = accelerator.device  # first: it raises if Accelerate's state was reset
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)

@@ -17,8 +17,8 @@ from transformers.trainer_callback import ExportableState
 
 from accelerate_smp import checkpoints
 from smp_core.checkpoint import read_rest
-from smp_core.checkpoint.memory_search import MemoryCheckpoint
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.search import MemoryCheckpoint
+from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
 
 _TRAINER_STATE = "trainer_state"

@@ -1,4 +1,4 @@
-"""Loaders that give some ranks more batches than others: refused, or joined (:mod:`smp_core.joined`)."""
+"""Loaders that give some ranks more batches than others: refused, or joined (:mod:`smp_core.watch.joined`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import send_to_device
 
-from smp_core.joined import count_samples, join
+from smp_core.watch.joined import count_samples, join
 
 logger = logging.getLogger("smp")
 

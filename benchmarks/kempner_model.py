@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from smp_core.planning.model_source import build as build_source
+from smp_core.planner.model_source import build as build_source
 
 FIELDS: dict[str, Any] = {}
 """Of the Transformers configuration that :func:`build` makes a model of."""

@@ -3,11 +3,11 @@ costs to look.
 
     python benchmarks/memory.py [--steps 5] [--out benchmarks/results/memory.json]
 
-One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by smp_core.memory_report.MemoryReport), so they
-say the same on any machine; step times are those of the machine named, which was doing other things too, and say little
-about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu measures what copies cost.
-Every second step is watched by MemoryReport, as SmpMonitor(memory_every_n_steps=...) watches some; what that costs is
-the difference of processor time (the least of all steps), which other programs disturb less than the clock.
+One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by smp_core.observe.memory_report.MemoryReport),
+so they say the same on any machine; step times are those of the machine named, which was doing other things too, and
+say little about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu measures what copies
+cost. Every second step is watched by MemoryReport, as SmpMonitor(memory_every_n_steps=...) watches some; what that
+costs is the difference of processor time (the least of all steps), which other programs disturb less than the clock.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.memory_log import MIB
-from smp_core.memory_report import MemoryReport
+from smp_core.entry import parallelize
+from smp_core.observe.memory_log import MIB
+from smp_core.observe.memory_report import MemoryReport
 
 BLOCKS, WIDTH, SAMPLES, LENGTH = 12, 192, 4, 256
 OFFLOAD: dict[str, Any] = {"checkpoint": "full", "offload": True}

@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smp import SmpShardedStrategy
-from smp_core.checkpoint.memory_save import WRITER
+from smp_core.checkpoint.memory.save import WRITER
 
 HERE = Path(__file__).resolve().parent
 STEPS, KILLED_IN, LOST_NODE = 12, 9, 1

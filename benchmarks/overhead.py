@@ -37,11 +37,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_smp import SmpShardedStrategy
+from smp_core.cluster.layout import PARTITION
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh
-from smp_core.layout import PARTITION
+from smp_core.entry import build_mesh
 from smp_core.topology import Topology
 
 GOAL = 0.97

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smp import SmpMonitor, SmpShardedStrategy
-from smp_core.planning.schedules import chunks_of
+from smp_core.plan.schedules import chunks_of
 
 WITHIN = 0.1
 BLOCKS, WIDTH = 8, 8

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.config import SmpConfig
-from smp_core.planning.cluster import GIB
-from smp_core.planning.decide import Plan, decide
-from smp_core.planning.devices import DEVICES
-from smp_core.planning.fitted import FITTED
-from smp_core.planning.hardware import Hardware
-from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.step_memory import peak_memory
-from smp_core.planning.time import StepModel
-from smp_core.planning.trace import trace_model
+from smp_core.engine.decide import Plan, decide
+from smp_core.plan.cluster import GIB
+from smp_core.planner.devices import DEVICES
+from smp_core.planner.fitted import FITTED
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.step_memory import peak_memory
+from smp_core.planner.time import StepModel
+from smp_core.planner.trace import trace_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kempner_model

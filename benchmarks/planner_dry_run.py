@@ -5,7 +5,7 @@
 A case is a model, a cluster, a batch and knobs. Planned are bytes by kind at the peak of a step (`peak_memory`, without
 its margin) and bytes that leave rank 0 by collective and class of link (`sent_bytes`), both from the trace of a block.
 Counted is what `parallelize_model` on rank 0 of a fake process group of that size allocates and sends in a step
-(`smp_core.dry_run`). Off is planned / counted - 1; of kinds below 1 % of the peak only the total is judged.
+(`smp_core.dry_run.step`). Off is planned / counted - 1; of kinds below 1 % of the peak only the total is judged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.config import SmpConfig
-from smp_core.planning.decide import decide
-from smp_core.planning.dry_run import RUN_KINDS, Question, dry_run
-from smp_core.planning.hardware import Hardware
-from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.sent_bytes import sent_bytes
-from smp_core.planning.step_memory import peak_memory
-from smp_core.split_trace import trace_model
+from smp_core.dry_run.split_trace import trace_model
+from smp_core.engine.decide import decide
+from smp_core.planner.dry_run import RUN_KINDS, Question, dry_run
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.step_memory import peak_memory
 
 A100, H100 = "32x8:a100-40g@400gbps", "16x8:h100-80g@3200gbps"
 BF16: Mapping[str, Any] = {"param_dtype": "bfloat16"}

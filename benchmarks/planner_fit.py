@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_core.planning.fitted import FITTED, Fitted
+from smp_core.planner.fitted import FITTED, Fitted
 
 Row = dict[str, Any]
 Constants = dict[str, float]

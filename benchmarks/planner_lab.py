@@ -22,21 +22,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.config import SmpConfig
-from smp_core.links import Collectives, LinkFit, Links
-from smp_core.planning.candidate import Choice
-from smp_core.planning.decide import Plan, decide
-from smp_core.planning.devices import Device
-from smp_core.planning.fitted import FITTED
-from smp_core.planning.hardware import Hardware
-from smp_core.planning.model_trace import Curve, ModelTrace
-from smp_core.planning.optimizers import OPTIMIZERS
-from smp_core.planning.search import TIE
-from smp_core.planning.stage_part import states_of
-from smp_core.planning.stage_time import step_model
-from smp_core.planning.step_memory import peak_memory
-from smp_core.planning.time import StepTime
-from smp_core.planning.trace import trace_built
+from smp_core.engine.decide import Plan, decide
+from smp_core.plan.optimizers import OPTIMIZERS
+from smp_core.planner.candidate import Choice
+from smp_core.planner.devices import Device
+from smp_core.planner.fitted import FITTED
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import Curve, ModelTrace
+from smp_core.planner.search import TIE
+from smp_core.planner.stage_part import states_of
+from smp_core.planner.stage_time import step_model
+from smp_core.planner.step_memory import peak_memory
+from smp_core.planner.time import StepTime
+from smp_core.planner.trace import trace_built
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 from lab_model import LENGTH, Model

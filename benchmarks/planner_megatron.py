@@ -20,13 +20,13 @@ from functools import cache
 import megatron_model
 from planner_fit import Case, Constants, Row, fitted_of
 
-from smp_core.links import Links
-from smp_core.planning.devices import DEVICES
-from smp_core.planning.fitted import Fitted
-from smp_core.planning.hardware import Hardware
-from smp_core.planning.model_trace import Figures, ModelTrace
-from smp_core.planning.time import STEP_BYTES, pass_seconds
-from smp_core.planning.trace import trace_model
+from smp_core.cluster.links import Links
+from smp_core.planner.devices import DEVICES
+from smp_core.planner.fitted import Fitted
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.time import STEP_BYTES, pass_seconds
+from smp_core.planner.trace import trace_model
 
 VOCABULARY = 51200
 START = {"products_A100": 0.6, "link": 0.6, "network": 0.6, "launching": 1e-3}

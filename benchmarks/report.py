@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from smp_core import run_log
-from smp_core.step_times import PARTS
+from smp_core.observe.step_times import PARTS
+from smp_core.run_log import write as run_log
 
 REPORTS, RANKS, SAVES = 10_000, 8, 100
 

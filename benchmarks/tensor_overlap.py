@@ -29,8 +29,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.tensor_parallel.overlap import ColumnInputs
 
 SAMPLES, TOKENS = 2, 512

@@ -2,8 +2,8 @@
 
 ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the LightningModule before it is
 sharded. Under our strategy an instance of one, or of a user's subclass, becomes an instance of a derived class whose
-average is a :class:`smp_core.averaging.ShardedAverage`, made when the module is sharded. The same code as ever decides
-when to average, to swap and to save.
+average is a :class:`smp_core.engine.averaging.ShardedAverage`, made when the module is sharded. The same code as ever
+decides when to average, to swap and to save.
 
 Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``, ``_swap_models`` and
 ``_copy_average_to_current`` of ``WeightAveraging``, and ``_average_model`` and ``_load_average_model_state`` of
@@ -27,9 +27,9 @@ from typing_extensions import override
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, FINER_AVERAGE
 from lightning_smp.loading import Loading
 from lightning_smp.steps import SteppingStrategy
-from smp_core.averaging import RankWeights, ShardedAverage, take_written
-from smp_core.module_names import clean_name
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.averaging import RankWeights, ShardedAverage, take_written
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.torch_facts.module_names import clean_name
 
 
 def take_over_callbacks(trainer: Trainer) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from smp_core.joined import JoinedLoader
-from smp_core.mesh import SmpMesh
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.watch.joined import JoinedLoader
 
 
 def require_equal_training(trainer: Trainer) -> None:
@@ -31,7 +31,7 @@ def require_equal_training(trainer: Trainer) -> None:
 
 
 def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
-    """Refuse a :class:`~smp_core.joined.JoinedLoader` where its weights would not be those of what is trained on.
+    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not be those of what is trained on.
 
     Raises:
         ValueError: it is one of several training loaders, ranks share a batch, or steps fetch batches themselves.

@@ -1,7 +1,7 @@
 """SmpMonitor: the throughput and memory of training, for any Lightning logger and the progress bar.
 
-The figures come from smp_core.job_figures. This file owns the times of counts and reports (every N optimizer steps,
-validation excluded), the counts of samples and tokens in a batch, and the names for people.
+The figures come from smp_core.observe.job_figures. This file owns the times of counts and reports (every N optimizer
+steps, validation excluded), the counts of samples and tokens in a batch, and the names for people.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smp.dealt import DealtLoader
-from smp_core.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
-from smp_core.joined import JoinedLoader
-from smp_core.memory_log import KINDS
-from smp_core.memory_watch import WatchesMemory
-from smp_core.parallel_model import ParallelModel
-from smp_core.run_log import FILE
-from smp_core.run_record import RunRecord
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.observe.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
+from smp_core.observe.memory_log import KINDS
+from smp_core.observe.memory_watch import WatchesMemory
+from smp_core.observe.run_record import RunRecord
+from smp_core.run_log.write import FILE
+from smp_core.watch.joined import JoinedLoader
 
 logger = logging.getLogger("smp")
 

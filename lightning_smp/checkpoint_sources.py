@@ -30,7 +30,7 @@ from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
 
 logger = logging.getLogger("smp")
 

@@ -30,13 +30,13 @@ from smp_core.checkpoint import (
     save_checkpoint,
     save_full_state,
 )
-from smp_core.checkpoint.addresses import is_address
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.folders.addresses import is_address
+from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.optimizers import numbered
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
-from smp_core.module_names import uncompiled
+from smp_core.torch_facts.module_names import uncompiled
 
 logger = logging.getLogger("smp")
 

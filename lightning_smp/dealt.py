@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 
 from smp_core.checkpoint.random_state import random_state, set_random_state
 from smp_core.checkpoint.tree import iterate_tensors
-from smp_core.joined import count_samples
-from smp_core.whereabouts import here
+from smp_core.watch.joined import count_samples
+from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")
 

@@ -10,11 +10,11 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from smp_core.launch import LaunchEnvironment, launch_environment
+from smp_core.cluster.launch import LaunchEnvironment, launch_environment
 
 
 class PlatformEnvironment(ClusterEnvironment):
-    """A ClusterEnvironment over what :func:`smp_core.launch.launch_environment` found."""
+    """A ClusterEnvironment over what :func:`smp_core.cluster.launch.launch_environment` found."""
 
     def __init__(self, launch: LaunchEnvironment) -> None:
         super().__init__()

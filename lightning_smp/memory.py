@@ -20,12 +20,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smp.exception_saves import exception_checkpoints
-from smp_core.checkpoint.addresses import is_address
-from smp_core.checkpoint.memory_folder import launcher_job
+from smp_core.checkpoint.folders.addresses import is_address
+from smp_core.checkpoint.memory.folder import launcher_job
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.config import SmpConfig
-from smp_core.engine import memory_tier
+from smp_core.entry import memory_tier
 from smp_core.topology import Topology
 
 PLACE = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-memory.ckpt"
@@ -116,7 +116,7 @@ class KeepsInMemory(Callback):
         Args:
             path: what ``ckpt_path="last"`` stands for; it may be in another callback's folder than the one that names
                 the run.
-            on_disk: as of :meth:`smp_core.checkpoint.memory_tier.MemoryTier.newest`.
+            on_disk: as of :meth:`smp_core.checkpoint.memory.tier.MemoryTier.newest`.
         """
         in_folder = Ranks().on_first("the run was not found", lambda: _folder_of(path) == _folder_of(self._place))
         newest = self.tier.newest(on_disk, in_folder)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from smp_core.checkpoint.addresses import is_address
+from smp_core.checkpoint.folders.addresses import is_address
 from smp_core.checkpoint.interval import SaveSchedule
 
 

@@ -22,11 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_smp.precision import Fp8Precision, autocast_dtype
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.parallel_model import ParallelModel
-from smp_core.planning import dtype_rules as planning
-from smp_core.planning.next_run import knobs_of_next_run
+from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.planner.next_run import knobs_of_next_run
+from smp_core.sharding import dtype_rules as planning
 from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.topology import Topology
 
@@ -87,7 +87,7 @@ def shard(
         init_fn: as in :class:`~lightning_smp.SmpShardedStrategy`.
 
     Raises:
-        ValueError: :func:`smp_core.engine.parallelize` refuses the module or the knobs.
+        ValueError: :func:`smp_core.entry.parallelize` refuses the module or the knobs.
     """
     _leave_inference_mode(module)
     unsharded: nn.Module = module

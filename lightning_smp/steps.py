@@ -32,12 +32,12 @@ from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.resume import WindowStart, place_sampler
 from lightning_smp.sequences import SharedSequences
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.counting import gather_with_gradient, report_equal_terms
-from smp_core.joined import JoinedLoader
-from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.grad_norm import settle_nonfinite
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.sharding.optimizer.grad_norm import settle_nonfinite
+from smp_core.watch.counting import gather_with_gradient, report_equal_terms
+from smp_core.watch.joined import JoinedLoader
 
 
 class SteppingStrategy(ProcessGroupStrategy):
@@ -71,7 +71,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     def mesh(self) -> SmpMesh:
         return self.parallel.mesh
 
-    # Who counts what (smp_core/counting.py)
+    # Who counts what (smp_core/watch/counting.py)
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -139,7 +139,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def window(self) -> Any:
-        """The :class:`smp_core.sharding.accumulation.AccumulationWindow`."""
+        """The :class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`."""
         return self.parallel.window
 
     @property

@@ -50,10 +50,10 @@ from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
-from smp_core.counting import synchronize_metrics
-from smp_core.planning.auto_degree import missed
-from smp_core.preemption import Preemption
-from smp_core.rank_watch import meet_between_runs
+from smp_core.engine.auto_degree import missed
+from smp_core.watch.counting import synchronize_metrics
+from smp_core.watch.preemption import Preemption
+from smp_core.watch.rank_watch import meet_between_runs
 
 logger = logging.getLogger("smp")
 

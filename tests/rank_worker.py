@@ -102,8 +102,8 @@ class ProcessState:
 
     def restore(self) -> None:
         """Put everything back. Raises what `destroy_process_group` raises."""
-        if "smp_core.rank_watch" in sys.modules:  # it goes on until its process ends
-            sys.modules["smp_core.rank_watch"].stop_watching()
+        if "smp_core.watch.rank_watch" in sys.modules:  # it goes on until its process ends
+            sys.modules["smp_core.watch.rank_watch"].stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._forget_meshes()

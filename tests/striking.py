@@ -8,9 +8,9 @@ import signal
 import socket
 from typing import Any
 
-import smp_core.checkpoint.local_folder as local_folder
-import smp_core.checkpoint.storage as storage
-from smp_core.rank_watch import RankWatch
+import smp_core.checkpoint.folders.local_folder as local_folder
+import smp_core.checkpoint.folders.storage as storage
+from smp_core.watch.rank_watch import RankWatch
 
 # Where a rank is in a save, a load and a report: while a file is closed, while tensors are read, and before it looks.
 PLACES: dict[str, tuple[Any, str]] = {

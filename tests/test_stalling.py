@@ -78,7 +78,7 @@ def said(face: str, event: str, rank: int, expected: str) -> str:
     return run_script(program, nproc=2).stderr
 
 
-@pytest.mark.slow  # in the normal run: tests/core/test_divergence.py, test_stalls.py
+@pytest.mark.slow  # in the normal run: tests/core/sharding/test_divergence.py, test_stalls.py
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_whoever_goes_its_own_way_is_named_with_the_place(case: tuple[str, str, int]) -> None:
     written = said(*case, CASES[case])

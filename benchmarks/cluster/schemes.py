@@ -120,7 +120,7 @@ class Run:
         if scheme in OURS:
             # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
             from smp_core.config import SmpConfig
-            from smp_core.engine import parallelize
+            from smp_core.entry import parallelize
 
             knobs = {**OURS[scheme], **(stages_of(micro_batches) if scheme.startswith(PIPELINE) else {})}
             config = SmpConfig(**knobs, param_dtype=param_dtype, collectives={"forward_prefetch": 1})
@@ -235,7 +235,7 @@ def calibrate(k: int) -> dict[str, float]:
         inside: what a rank sends to the others of its node (shards); copying: into memory just allocated;
         coding: of the world's int8 gathers, a rank's shard compressed and its part of the block decompressed.
     """
-    from smp_core.comm.codec import codec
+    from smp_core.codecs.codec import codec
     from smp_core.comm.exchange import exchange
 
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.topology import Topology
 
 FRAME_HEADER = 66

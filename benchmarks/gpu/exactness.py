@@ -21,7 +21,7 @@ from smp_core.fp8.products import forward_product, input_gradient, weight_gradie
 from smp_core.fp8.scaling import E4M3, E5M2, LARGEST, scale_for
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/core/test_triton_codec.py", "tests/core/test_fp8_triton.py")
+TESTS = ("tests/core/codecs/test_triton_codec.py", "tests/core/fp8/test_fp8_triton.py")
 SHAPES = {"plain": (96, 160), "odd": (1000, 48), "transposed": (128, 128), "wild": (16, 64)}
 Cast = Callable[..., Any]
 

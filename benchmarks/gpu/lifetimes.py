@@ -14,9 +14,9 @@ import torch
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.items import Rows
 from benchmarks.gpu.training import Trained, train
-from smp_core import streams
 from smp_core.comm import background
 from smp_core.comm.background import Background, Pending
+from smp_core.torch_facts import streams
 
 ELEMENTS = 2**22
 

@@ -15,12 +15,12 @@ from benchmarks.gpu.training import STEPS, batches, small_llama, train
 from smp_core.checkpoint import AsyncCheckpointer, load_checkpoint, read_per_rank
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.checkpoint.random_state import random_state, set_random_state
+from smp_core.cluster.mesh import _Groups
 from smp_core.comm import exchange
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.mesh import _Groups
-from smp_core.planning.cluster import Cluster
-from smp_core.planning.memory import estimate
+from smp_core.entry import build_mesh, parallelize
+from smp_core.plan.cluster import Cluster
+from smp_core.plan.memory import estimate
 from smp_core.topology import Topology
 
 # Units of FSDP2 exist with one rank where parameters are gathered in another dtype; float32 keeps the comparison tight.

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.items import Rows
-from smp_core.comm.codec import codec
+from smp_core.codecs.codec import codec
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.casting import amax_of, cast_eager, has_triton, transposed, transposed_eager

@@ -21,10 +21,10 @@ from benchmarks.gpu.items import Rows
 from benchmarks.gpu.llama import SIZES, VOCABULARY, Block, Llama
 from benchmarks.gpu.traces import beside_compute, gaps, traced
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.memory_report import MemoryReport
-from smp_core.parallel_model import ParallelModel
-from smp_core.planning.memory import estimate
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.observe.memory_report import MemoryReport
+from smp_core.plan.memory import estimate
 
 GIB = 2**30
 OVERHEAD_GOAL, FP8_GOAL, OFFLOAD_GOAL, MEMORY_GOAL = 0.03, 1.25, 0.05, 0.05

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.gpu.llama import VOCABULARY, Llama
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.grad_scaler import ShardedGradScaler
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from smp_core.topology import Topology
 
 STEPS, MICRO_BATCHES, LENGTH = 5, 3, 32

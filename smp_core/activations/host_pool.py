@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from smp_core import streams
-from smp_core.planning.cluster import GIB
+from smp_core.plan.cluster import GIB
+from smp_core.torch_facts import streams
 
 
 class HostMemoryError(RuntimeError):

@@ -32,10 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensor  # _subclasses: torch's doc
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp_core import streams
 from smp_core.activations.host_pool import HostBuffer, HostPool
-from smp_core.module_names import compiled_of
-from smp_core.planning.checkpointed import CheckpointedModule
+from smp_core.plan.checkpointed import CheckpointedModule
+from smp_core.torch_facts import streams
+from smp_core.torch_facts.module_names import compiled_of
 
 # A fake tensor stands for a plain one, in dry runs.
 _PLAIN = (torch.Tensor, FakeTensor)

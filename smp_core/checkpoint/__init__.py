@@ -5,9 +5,9 @@ The format is described in docs/checkpoint-format.md.
 
 from __future__ import annotations
 
-from smp_core.checkpoint.addresses import remove_checkpoint
 from smp_core.checkpoint.async_save import AsyncCheckpointer
-from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
+from smp_core.checkpoint.folders.addresses import remove_checkpoint
+from smp_core.checkpoint.foreign.conversion import export_checkpoint, import_checkpoint
 from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
 from smp_core.checkpoint.live_state import full_state_dict, save_full_state

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint.addresses import remove_checkpoint
+from smp_core.checkpoint.folders.addresses import remove_checkpoint
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
-from smp_core.compat import collective_timeout
-from smp_core.run_log import note
+from smp_core.run_log.write import note
+from smp_core.torch_facts.compat import collective_timeout
 
 logger = logging.getLogger("smp")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import xxhash
 
+from smp_core.checkpoint.folders.storage import BLOCK_DIGITS, RangeFile
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.storage import BLOCK_DIGITS, RangeFile
 
 _PIECE_BYTES = 1 << 20  # stays in the cache of one core between its reading and its hashing
 _SHOWN = 3  # tensors that a message names

@@ -1,6 +1,6 @@
 """`smp checkpoint inspect | verify | list | consolidate | import | export`: thin commands over this package.
 
-An error of a checkpoint is one line on stderr and exit status 1 (smp_core/command_line.py).
+An error of a checkpoint is one line on stderr and exit status 1 (smp_core/outside/command_line.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
+from smp_core.checkpoint.foreign.conversion import export_checkpoint, import_checkpoint
 from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.verify import verify_checkpoint
-from smp_core.command_line import console
+from smp_core.outside.command_line import console
 
 app = typer.Typer(help="Look at, check and convert checkpoint folders.", no_args_is_help=True)
 

@@ -10,8 +10,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from smp_core.checkpoint.folders.storage import BLOCK_DIGITS
 from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
-from smp_core.checkpoint.storage import BLOCK_DIGITS
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 

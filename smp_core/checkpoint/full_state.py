@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.dtypes import dtype_from_name
-from smp_core.checkpoint.export_names import export_names
-from smp_core.checkpoint.file_system import fsync_directory, rename_exchange, rename_new
+from smp_core.checkpoint.folders.addresses import local_path
+from smp_core.checkpoint.folders.file_system import fsync_directory, rename_exchange, rename_new
+from smp_core.checkpoint.folders.leftovers import scratch_path
+from smp_core.checkpoint.foreign.export_names import export_names
+from smp_core.checkpoint.foreign.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
+from smp_core.checkpoint.foreign.torch_file import stream_torch_save
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.leftovers import scratch_path
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.reader import decode_state
-from smp_core.checkpoint.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.tensor_files import TensorFiles
-from smp_core.checkpoint.torch_file import stream_torch_save
 from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import check_files

@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from smp_core.absent import ABSENT, is_absent
-from smp_core.checkpoint.addresses import local_path
+from smp_core.checkpoint.folders.addresses import local_path
+from smp_core.checkpoint.folders.leftovers import scratch_path
+from smp_core.checkpoint.foreign.torch_file import TorchFile
 from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.leftovers import scratch_path
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
-from smp_core.checkpoint.torch_file import TorchFile
 from smp_core.checkpoint.tree import map_tensors, name_tensors
+from smp_core.torch_facts.absent import ABSENT, is_absent
 
 
 def full_state_dict(

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint.addresses import is_address, open_folder
 from smp_core.checkpoint.coverage import check_index
+from smp_core.checkpoint.folders.addresses import is_address, open_folder
+from smp_core.checkpoint.folders.storage import Folder, missing
+from smp_core.checkpoint.foreign.torch_file import check_torch_content
 from smp_core.checkpoint.layout import (
     FORMAT,
     MANIFEST,
@@ -23,8 +25,6 @@ from smp_core.checkpoint.layout import (
     Manifest,
     digest_of,
 )
-from smp_core.checkpoint.storage import Folder, missing
-from smp_core.checkpoint.torch_file import check_torch_content
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors, read_json
 
 

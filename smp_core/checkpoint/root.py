@@ -17,13 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp_core.checkpoint.addresses import is_address, local_path, open_folder, remove_checkpoint
-from smp_core.checkpoint.file_system import fsync_directory, new_save_id
+from smp_core.checkpoint.folders.addresses import is_address, local_path, open_folder, remove_checkpoint
+from smp_core.checkpoint.folders.file_system import fsync_directory, new_save_id
+from smp_core.checkpoint.folders.leftovers import own_name
+from smp_core.checkpoint.foreign.torch_file import check_torch_file
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
-from smp_core.checkpoint.leftovers import own_name
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.torch_file import check_torch_file
 from smp_core.checkpoint.untrusted import NoSuchFolder, is_plain
 from smp_core.checkpoint.verify import open_checked, verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
@@ -95,7 +95,7 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
         CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
     if is_address(root):
-        from smp_core.checkpoint.object_folder import list_objects
+        from smp_core.checkpoint.folders.object_folder import list_objects
 
         return list_objects(os.fspath(root))
     path = Path(local_path(root))
@@ -127,7 +127,7 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
     """Write a name to LATEST, in one step."""
     data = f"{name}\n".encode()
     if is_address(root):
-        from smp_core.checkpoint.object_folder import write_object
+        from smp_core.checkpoint.folders.object_folder import write_object
 
         write_object(join(root, LATEST), data)
         return

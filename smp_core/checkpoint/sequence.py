@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from smp_core.checkpoint.addresses import is_address, local_path, open_folder
+from smp_core.checkpoint.folders.addresses import is_address, local_path, open_folder
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
 
@@ -87,7 +87,7 @@ def _read_number(path: str) -> int:
 
 
 def _numbers_in_store(parent: str) -> Iterator[int]:
-    from smp_core.checkpoint.object_folder import list_objects
+    from smp_core.checkpoint.folders.object_folder import list_objects
 
     with contextlib.suppress(NoSuchFolder):
         for name in list_objects(parent):

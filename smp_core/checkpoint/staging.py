@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from smp_core import streams
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, iterate_tensors, names_of
+from smp_core.torch_facts import streams
 
 Place = tuple[str, int]
 """A slice of a tensor that this rank holds: the tensor's name, the slice's number."""

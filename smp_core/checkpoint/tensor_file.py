@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from smp_core.checkpoint.dtypes import safetensors_dtype
+from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink
 from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
-from smp_core.checkpoint.storage import Folder, RangeFile, Sink
 
 _CACHE_LINE_BYTES = 64  # where tensors begin in a file, as they do in memory: such copies are faster
 _SMALL_BYTES = 64 << 10  # tensors smaller than this lie side by side in a file

@@ -2,7 +2,7 @@
 
 A checkpoint may come from a stranger. Nothing that it says is used before it has passed here: a name is one plain name
 (or ``extra/`` and one), JSON is bounded in length and depth, numbers are in range. The files themselves are opened by
-smp_core.checkpoint.local_folder, which takes regular files only. docs/security.md says what this is good for.
+smp_core.checkpoint.folders.local_folder, which takes regular files only. docs/security.md says what this is good for.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
+from smp_core.checkpoint.folders.storage import PIECE_BYTES, Folder
 from smp_core.checkpoint.layout import CheckpointError, FileRecord, Manifest, new_digest
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.storage import PIECE_BYTES, Folder
 from smp_core.checkpoint.tensor_file import TensorFile
 
 logger = logging.getLogger("smp")

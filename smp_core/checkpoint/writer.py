@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_core.checkpoint.addresses import open_transaction
-from smp_core.checkpoint.file_system import new_save_id
+from smp_core.checkpoint.folders.addresses import open_transaction
+from smp_core.checkpoint.folders.file_system import new_save_id
+from smp_core.checkpoint.folders.storage import BLOCK_BYTES, Transaction
 from smp_core.checkpoint.layout import (
     FORMAT,
     CheckpointError,
@@ -48,12 +49,11 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
-from smp_core.checkpoint.storage import BLOCK_BYTES, Transaction
 from smp_core.checkpoint.tensor_file import Entry, place_in_file, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
-from smp_core.run_log import note
+from smp_core.run_log.write import note
 
 logger = logging.getLogger("smp")
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from smp_core import streams
+from smp_core.torch_facts import streams
 
 
 class Pending(Protocol):

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from smp_core import streams
-from smp_core.comm.codec import Codec
+from smp_core.codecs.codec import Codec
 from smp_core.comm.exchange import all_to_all, exchange
 from smp_core.comm.meter import CommMeter
+from smp_core.torch_facts import streams
 
 
 def wide_copy(parts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Times of gathers and reductions, as :mod:`smp_core.links` fits them.
+"""Times of gathers and reductions, as :mod:`smp_core.cluster.links` fits them.
 
 Timed is what the engine calls, through its own communication objects. Inside nodes and between them these are the
 stages of two-stage collectives: on gloo messages between all pairs of ranks, since gloo's own reduce-scatter puts a
@@ -25,10 +25,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster.links import KINDS, Collectives, Kind, LinkFit, Links, ring_bytes, rounds
 from smp_core.comm.exchange import GATHER, gather_rows, prefers_messages
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
-from smp_core.links import KINDS, Collectives, Kind, LinkFit, Links, ring_bytes, rounds
 from smp_core.topology import Topology
 
 SIZES = tuple(1 << exponent for exponent in range(12, 27, 2))

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from smp_core import streams
+from smp_core.codecs.codec import Codec
 from smp_core.comm.background import Background, Pending
-from smp_core.comm.codec import Codec
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
 from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_rows
 from smp_core.comm.flat import CommObject, FlatAllReduce
 from smp_core.comm.meter import CommMeter, LinkClass
+from smp_core.torch_facts import streams
 
 
 class ReplicaHop(CommObject):
@@ -85,7 +85,7 @@ class ReplicaHop(CommObject):
         return self._background.submit(lambda: self._in_stages(flat, key))
 
     def connect(self) -> None:
-        """Let the ranks' messages meet once, while all are here (:mod:`smp_core.mesh` says why). Collective."""
+        """Let the ranks' messages meet once, while all are here (:mod:`smp_core.cluster.mesh` says why). Collective."""
         for group in [self.between] if self._inside is None else [self._inside, self.between]:
             rows = torch.zeros(dist.get_world_size(group), 1, device=self._background.device)
             all_to_all(torch.empty_like(rows), rows, group, HOP)

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from smp_core import streams
 from smp_core.comm.deferred import Deferred
+from smp_core.torch_facts import streams
 
 
 class Gathers(Protocol):

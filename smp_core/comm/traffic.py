@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster.layout import GRADIENTS, PARTITION
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
-from smp_core.comm.codec import codec
 from smp_core.comm.exchange import prefers_messages
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
@@ -20,9 +22,7 @@ from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.comm.secondary import SecondaryGather
-from smp_core.layout import GRADIENTS, PARTITION
-from smp_core.mesh import SmpMesh
-from smp_core.planning.decide import Plan
+from smp_core.engine.decide import Plan
 
 
 class Unit(Protocol):

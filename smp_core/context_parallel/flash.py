@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from smp_core import streams
 from smp_core.context_parallel.fastest import Kernel, Segments
+from smp_core.torch_facts import streams
 
 logger = logging.getLogger("smp")
 aten = torch.ops.aten

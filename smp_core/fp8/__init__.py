@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.config.fp8_recipe import Fp8Recipe
 
 if TYPE_CHECKING:
     from smp_core.fp8.convert import Fp8Model, convert_to_fp8

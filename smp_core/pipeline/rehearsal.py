@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_core.compat import caches_in
 from smp_core.pipeline.messages import Format
+from smp_core.pipeline.rules import Stages
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
-from smp_core.planning.chain_recording import refusal_of, running_the_example
-from smp_core.planning.examples import Example, example_of
-from smp_core.planning.pipeline_rules import Stages
-from smp_core.planning.played import is_played, with_fake_values
-from smp_core.planning.saved_buffers import buffers_restored
-from smp_core.whereabouts import innermost_user_line
+from smp_core.plan.chain.played import is_played, with_fake_values
+from smp_core.plan.chain.recording import refusal_of, running_the_example
+from smp_core.plan.chain.saved_buffers import buffers_restored
+from smp_core.plan.examples import Example, example_of
+from smp_core.torch_facts.compat import caches_in
+from smp_core.watch.whereabouts import innermost_user_line
 
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
 

@@ -1,4 +1,4 @@
-"""A stage's part of a step, run: computations and messages in the order of :mod:`smp_core.planning.schedules`."""
+"""A stage's part of a step, run: computations and messages in the order of :mod:`smp_core.plan.schedules`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from smp_core.pipeline.messages import Messages, Pending
 from smp_core.pipeline.times import StageTimes
-from smp_core.planning.schedules import Step
+from smp_core.plan.schedules import Step
 
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(chunk, micro-batch, activation of the chunk before) -> this chunk's; of the last chunk the loss."""
@@ -24,7 +24,7 @@ def run(
     """Take a step's micro-batches through one stage.
 
     Args:
-        steps: this stage's, of :func:`smp_core.planning.schedules.with_messages`.
+        steps: this stage's, of :func:`smp_core.plan.schedules.with_messages`.
         forward: of one chunk and micro-batch.
         times: told of every computation.
         around: entered around every computation.

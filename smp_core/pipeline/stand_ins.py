@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_core.checkpoint.tree import map_tensors
-from smp_core.planning.chain import Chain
+from smp_core.plan.chain.chain import Chain
 
 Played = Callable[..., Any]
 """Arguments of a module -> what it gives, with tensors on the meta device."""

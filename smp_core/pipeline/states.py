@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.optimizers import like_parameter
 from smp_core.checkpoint.tree import map_tensors
-from smp_core.planning.pipeline_rules import Stages
+from smp_core.pipeline.rules import Stages
 
 
 @dataclass(frozen=True)

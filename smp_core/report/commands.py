@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from smp_core.command_line import console
-from smp_core.foreign_files import write_new
+from smp_core.outside.command_line import console
+from smp_core.outside.foreign_files import write_new
 from smp_core.report.page import page
-from smp_core.report.runs import Run
+from smp_core.run_log.read import Run
 
 
 def report(

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from smp_core.foreign_files import number, numbers
-from smp_core.links import rounds
-from smp_core.report.runs import Run, objects, texts
-from smp_core.step_times import PARTS
+from smp_core.cluster.links import rounds
+from smp_core.observe.step_times import PARTS
+from smp_core.outside.foreign_files import number, numbers
+from smp_core.run_log.read import Run, objects, texts
 
 
 def verdict(run: Run) -> list[str]:
@@ -96,7 +96,8 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
 
 
 def _seconds(kind: str, sent: Mapping[str, float], inter: Mapping[str, Any], nodes: int, latency: bool = True) -> float:
-    """Return the seconds of a step's collectives of one kind between nodes, by the model of :mod:`smp_core.links`."""
+    """Return the seconds of a step's collectives of one kind between nodes, by the model of
+    :mod:`smp_core.cluster.links`."""
     fit = numbers(inter[kind])
     n_bytes, calls = sent.get(f"{kind}/inter_bytes", 0.0), sent.get(f"{kind}/calls", 0.0)
     if not n_bytes or not fit.get("bandwidth"):

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from smp_core.planning.given_rules import GivenSharding
 from smp_core.sharding.fsdp import forget_partial_sums, given_policy, partial_sum_bytes
-from smp_core.sharding.optimizer import WorldSharding
+from smp_core.sharding.given_rules import GivenSharding
+from smp_core.sharding.optimizer.shards import WorldSharding
 
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
@@ -67,7 +67,7 @@ def _refuse_split_layers(model: nn.Module, kind: str) -> None:
 
 
 class NativeWindow:
-    """torch's own two-hop as a :class:`smp_core.sharding.window.Window`: inside
+    """torch's own two-hop as a :class:`smp_core.sharding.gradients.window.Window`: inside
     :meth:`accumulate` gradients are reduce-scattered and kept, the first pass outside it adds them up across replicas.
 
     Args:

@@ -31,16 +31,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp_core.absent import ABSENT, is_absent
 from smp_core.checkpoint.optimizers import shard_like
 from smp_core.checkpoint.tree import map_tensors
-from smp_core.mesh import SmpMesh
-from smp_core.rank_watch import meet_between_calls
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.sharding.fsdp import backward_pass, in_a_call
-from smp_core.sharding.optimizer import local_of
-from smp_core.sharding.parameter_hooks import hooks_of, unsharded_value
-from smp_core.sharding.random_values import mesh_on
-from smp_core.whereabouts import here
+from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
+from smp_core.sharding.optimizer.shards import local_of
+from smp_core.sharding.weights.random_values import mesh_on
+from smp_core.torch_facts.absent import ABSENT, is_absent
+from smp_core.watch.rank_watch import meet_between_calls
+from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")
 
@@ -178,7 +178,7 @@ def _each_alone(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _bring_back_gradient(operand: DTensor) -> None:
     """Let the plain gradient of a sharded operand become one of its layout. Parameters of units do that themselves
-    (:class:`smp_core.sharding.unit_window.UnitWindow`), because hooks of theirs are a user's."""
+    (:class:`smp_core.sharding.gradients.unit_window.UnitWindow`), because hooks of theirs are a user's."""
     if hooks_of(operand) is not None or operand in _followed:
         return
     _followed[operand] = True

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.compat import embeddings_of
 from smp_core.tensor_parallel.adapters import around, is_of_adapter, with_adapters
 from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
@@ -64,6 +63,7 @@ from smp_core.tensor_parallel.roles import (
     transformers_model,
 )
 from smp_core.tensor_parallel.split_model import SplitModel
+from smp_core.torch_facts.compat import embeddings_of
 
 logger = logging.getLogger("smp")
 

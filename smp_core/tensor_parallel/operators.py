@@ -36,7 +36,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
-from smp_core.recipes import Overlap
+from smp_core.config.recipes import Overlap
 
 _KIND = "tensor_"
 
@@ -52,7 +52,7 @@ class TensorAxis:
         whole_logits: whether the head gathers its logits; False while a loss over the split vocabulary follows.
         draws: whether forward passes draw random numbers (:mod:`smp_core.tensor_parallel.randomness`).
         drawn: the seed of the present call of a block that does; None outside.
-        overlap: what goes on while tokens are gathered and added up (:class:`smp_core.recipes.TensorParallel`).
+        overlap: what goes on while tokens are gathered and added up (:class:`smp_core.config.recipes.TensorParallel`).
     """
 
     group: dist.ProcessGroup

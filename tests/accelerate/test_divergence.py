@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.sharding.divergence import RanksDiverged
+from smp_core.sharding.gradients.divergence import RanksDiverged
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.core.branching import WAYS, Branching, batch_of, loss_of
 from tests.core.pictured import pictured_loss, small_llava

@@ -15,7 +15,7 @@ import torch
 from accelerate.local_sgd import LocalSGD
 
 from accelerate_smp import SmpAccelerator
-from smp_core import rank_watch
+from smp_core.watch import rank_watch
 from tests.core.models import TroubledModel
 from tests.harness import run_ranks
 

@@ -22,7 +22,7 @@ from smp_core.fp8 import Fp8Recipe
 from smp_core.fp8.monitoring import Fp8Log
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import make_trainer, whole_weights
-from tests.core import transformer_engine_stand_in as stand_in
+from tests.core.fp8 import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smp_core.links import Collectives, LinkFit, Links
+from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.sharding.fsdp.internals import generation
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import Run, assert_close, make_dataset, make_trainer, whole_weights

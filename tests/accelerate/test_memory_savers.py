@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate_smp import SmpMonitorCallback
-from smp_core.memory_log import read_log
-from smp_core.report.runs import Run
+from smp_core.observe.memory_log import read_log
+from smp_core.run_log.read import Run
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_trainer
 from tests.core.activations.models import DroppingGpt, tokens, whole

@@ -19,8 +19,8 @@ from transformers import trainer as trainer_module
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from smp_core.checkpoint import CheckpointError
-from smp_core.checkpoint.memory_slots import SharedSlots
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.slots import SharedSlots
+from smp_core.checkpoint.memory.tier import MemoryTier
 from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader, make_optimizer, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.checkpoint.states import step_in

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_smp.parallelism import SmpParallelism
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh
+from smp_core.entry import build_mesh
 from smp_core.topology import Topology
 from tests.accelerate.running import fresh_accelerator
 from tests.core.models import TroubledModel

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from accelerate_smp.callbacks import SmpMonitorCallback
-from smp_core.sharding.grad_scaler import ShardedGradScaler
+from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
 from tests.core.pipeline.cases import example_of, of_all_stages

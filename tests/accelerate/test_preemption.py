@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-import smp_core.checkpoint.storage as storage
-from smp_core import preemption
-from smp_core.preemption import Preempted
+import smp_core.checkpoint.folders.storage as storage
+from smp_core.watch import preemption
+from smp_core.watch.preemption import Preempted
 from tests.accelerate.running import full_weights, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.models import loss_of

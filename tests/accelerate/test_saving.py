@@ -16,7 +16,7 @@ from accelerate.utils import ProjectConfiguration
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.storage as storage
 from accelerate_smp import SmpCheckpointCallback
 from smp_core.checkpoint import CheckpointError, is_checkpoint
 from tests.accelerate.running import fresh_accelerator, full_weights, prepared

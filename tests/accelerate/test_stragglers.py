@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate_smp import SmpMonitor
 from accelerate_smp.callbacks import SmpMonitorCallback
-from smp_core.step_times import PARTS, Part, Straggler
+from smp_core.observe.step_times import PARTS, Part, Straggler
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_trainer
 from tests.harness import run_ranks

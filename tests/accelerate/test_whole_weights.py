@@ -14,7 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 from transformers import GPT2LMHeadModel
 
-from smp_core.rank_watch import stop_watching
+from smp_core.watch.rank_watch import stop_watching
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model
 from tests.harness import run_ranks

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import accelerate_smp
 import lightning_smp
-from smp_core.checkpoint.dcp_folder import read_dcp_folder
+from smp_core.checkpoint.foreign.dcp_folder import read_dcp_folder
 
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "torch")
 # Private names of torch, of Transformers' modules and the like, by where they are imported from.

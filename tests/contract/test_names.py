@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from smp_core.sharding.fsdp import internals
 from smp_core.sharding.fsdp.internals import generation, missing_internals, needed, require_internals
 from tests.harness import run_ranks

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of
 
 STEPS, SAMPLES = 3, 8

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
+from smp_core.cluster.layout import PARTITION
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.layout import PARTITION
+from smp_core.entry import build_mesh, parallelize
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.recording import CallRecorder

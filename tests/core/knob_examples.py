@@ -9,11 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from smp_core.config import SmpConfig
-from smp_core.fp8 import Fp8Recipe
-from smp_core.knob_recipe import Recipe
-from smp_core.knob_rules import contradictions
-from smp_core.plan_recipes import AutoPlan, Planner
-from smp_core.recipes import (
+from smp_core.config.plan_recipes import AutoPlan, Planner
+from smp_core.config.recipe import Recipe
+from smp_core.config.recipes import (
     Activations,
     Checkpoint,
     Collectives,
@@ -24,6 +22,8 @@ from smp_core.recipes import (
     TensorParallel,
     Units,
 )
+from smp_core.config.rules import contradictions
+from smp_core.fp8 import Fp8Recipe
 
 _NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.*]{0,8}", fullmatch=True)).map(tuple)
 _COUNT_OR_AUTO = st.integers(0, 4) | st.just("auto")
@@ -128,7 +128,7 @@ VALUES: dict[str, Any] = {
     "activations": some(Activations),
     "compile": st.none() | some(Compile),
     "compression": some(Compression),
-    # Weights that travel in FP8 exclude values of two other knobs (tests/core/test_fp8_recipe.py).
+    # Weights that travel in FP8 exclude values of two other knobs (tests/core/config/test_fp8_recipe.py).
     "fp8": st.sampled_from([None, Fp8Recipe(fp8_all_gather=False), Fp8Recipe(fp8_all_gather=False, margin=1)]),
     "chunked_cross_entropy": st.none() | st.integers(1, 10**6),
     "collectives": some(Collectives),

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import build_mesh, parallelize
 from smp_core.topology import Topology
 
 WIDTH = 6

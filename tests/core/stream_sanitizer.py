@@ -348,8 +348,8 @@ def play_a_device() -> None:
     tensor.cpu = _to_host(tensor.cpu)
     # The copy from memory that is not pinned waits.
     whole_torch.tensor = _asking(torch.tensor, "tensor(device=)", lambda *_, **given: given.get("device") is not None)
-    from smp_core import streams
     from smp_core.tensor_parallel.split_model import SplitModel
+    from smp_core.torch_facts import streams
 
     streams.run_behind = streams.pins = lambda device: True
     split: Any = SplitModel

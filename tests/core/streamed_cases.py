@@ -59,8 +59,8 @@ def run(case: Case) -> dict[str, Any]:
     """What was wrong, and per line how often a step made the host wait (the first step not counted)."""
     from smp_core.checkpoint.staging import HostBuffers
     from smp_core.config import SmpConfig
-    from smp_core.engine import build_mesh, parallelize
-    from smp_core.sharding.grad_scaler import ShardedGradScaler
+    from smp_core.entry import build_mesh, parallelize
+    from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
     from smp_core.topology import Topology
 
     sanitizer.begin()
@@ -134,7 +134,7 @@ WITHOUT: dict[str, tuple[str, Any]] = {
         "smp_core.comm.background._Recorded.__init__",
         _holds_nothing,
     ),
-    "streams that read another's memory are told": ("smp_core.streams.used_here", lambda tensor: None),
+    "streams that read another's memory are told": ("smp_core.torch_facts.streams.used_here", lambda tensor: None),
     "nobody asks whether terms are finite": (
         "smp_core.comm.encoded_sum.streams",
         SimpleNamespace(run_behind=lambda device: False),
@@ -149,7 +149,7 @@ WITHOUT: dict[str, tuple[str, Any]] = {
     ),
     "a save waits for its copies": ("torch.accelerator.synchronize", lambda *_: None),
     "numbers go to the device from pinned memory": (
-        "smp_core.streams.on_device",
+        "smp_core.torch_facts.streams.on_device",
         lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
     ),
 }

@@ -372,8 +372,9 @@ NO_CONVERSIONS = {
 
 
 def test_conversions_come_in_the_order_that_is_told() -> None:
-    """At the top of parallelize.py with the reasons, and on the page: those calls of parallelize_model(), in order."""
-    path = ROOT / "smp_core" / "parallelize.py"
+    """At the top of engine/conversions.py with the reasons, and on the page: those calls of parallelize_model(), in
+    order."""
+    path = ROOT / "smp_core" / "engine" / "conversions.py"
     tree = parsed(path)
     told = re.findall(r"^\d+\. +(\w+):", ast.get_docstring(tree) or "", re.MULTILINE)
     text = " ".join(PAGE.read_text(encoding="utf-8").split())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.core.comm.metered import LAYERS, gathered_and_reduced, unit_bytes
 from tests.core.fake_world import MICRO_BATCHES
-from tests.core.metered import LAYERS, gathered_and_reduced, unit_bytes
 from tests.harness import run_script
 
 K = 8

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from smp_core.config import SmpConfig
-from smp_core.recipes import RECIPES, Compile, DelayedInit
+from smp_core.config.recipes import RECIPES, Compile, DelayedInit
 from tests.core.documented import documented, documented_knobs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

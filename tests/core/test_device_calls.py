@@ -110,7 +110,7 @@ SAMPLE = [(80, "int8"), (100, "fp8")]
     [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in EVERY],
 )
 def test_codecs_compile_without_fused_sums(capability: int, code: str) -> None:
-    from smp_core.comm import triton_codec as codecs
+    from smp_core.codecs import triton_codec as codecs
 
     kind, limit = CODES[code]
     shared = {"KIND": kind, "BLOCK": 256, "ROWS": 8}

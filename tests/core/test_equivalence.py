@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.core.equivalence import BOTH, HELD, KEPT, SAMPLES, STEPS, assert_close, full_weights, train_together
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, global_batches, train_alone

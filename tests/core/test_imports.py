@@ -18,7 +18,7 @@ def after(statement):
     exec(statement)
     print("LOADED", *sorted({name.partition(".")[0] for name in sys.modules}), flush=True)
 
-after("import smp_core.parallelize, smp_core.cli, smp_core.monitoring, smp_core.planning.memory")
+after("import smp_core.engine.conversions, smp_core.cli, smp_core.observe.monitoring, smp_core.plan.memory")
 for framework, face in (("lightning.pytorch", "lightning_smp"), ("accelerate", "accelerate_smp")):
     child = os.fork()
     if child == 0:

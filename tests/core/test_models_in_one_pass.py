@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import build_mesh, parallelize
 from smp_core.topology import Topology
 from tests.core.fuzz.hooks import Cell, whole
 from tests.harness import run_ranks

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smp_core.links import PLACES, Links
+from smp_core.cluster.links import PLACES, Links
 from tests.harness import ROOT
 
 RESULTS = Path(ROOT, "benchmarks", "results")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.attention import attention
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.core.scenarios import Net, samples
 from tests.harness import run_ranks
 

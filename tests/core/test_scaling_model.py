@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smp_core.links import Collectives, LinkFit, Links
+from smp_core.cluster.links import Collectives, LinkFit, Links
 from tests.harness import ROOT
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_core.planning.units import Entry
+from smp_core.plan.units import Entry
 
 VOCABULARY, LENGTH, PIXELS = 19, 6, 8
 

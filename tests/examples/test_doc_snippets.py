@@ -23,7 +23,7 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 from smp_core.config import SmpConfig
-from smp_core.planning.hardware import Hardware
+from smp_core.planner.hardware import Hardware
 from tests.examples.snippet_runner import run_block
 
 ROOT = Path(__file__).resolve().parents[2]

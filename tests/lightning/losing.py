@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.memory.slots import SharedSlots
 
 COPY = SharedSlots.copy_rest
 

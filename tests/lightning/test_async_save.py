@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.storage as storage
 from smp_core.checkpoint import CheckpointError, is_checkpoint
 from tests.harness import run_ranks
 from tests.lightning.modules import ScheduledModule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.rank_watch import stop_watching, watch_ranks
+from smp_core.watch.rank_watch import stop_watching, watch_ranks
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, token_rows
 from tests.lightning.running import make_trainer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from smp_core.sharding.divergence import RanksDiverged
+from smp_core.sharding.gradients.divergence import RanksDiverged
 from tests.core.branching import WAYS, Branching, batch_of, loss_of
 from tests.core.pictured import pictured_loss, small_llava
 from tests.harness import run_ranks

@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from smp_core.sharding.grad_norm import NonfiniteGradNormError
-from smp_core.sharding.unit_window import UnitWindow
+from smp_core.sharding.gradients.unit_window import UnitWindow
+from smp_core.sharding.optimizer.grad_norm import NonfiniteGradNormError
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank, token_rows
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lightning_smp import Fp8Monitor, Fp8Precision, Fp8Recipe
 from smp_core.cli import app
 from smp_core.fp8.monitoring import Fp8Log
-from tests.core import transformer_engine_stand_in as stand_in
+from tests.core.fp8 import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import QUIET, Run, make_trainer, read_checkpoint, report, together

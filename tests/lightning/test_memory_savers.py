@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lightning_smp import SmpMonitor
 from smp_core.cli import app
-from smp_core.memory_log import KINDS, read_log
+from smp_core.observe.memory_log import KINDS, read_log
 from tests.core.activations.models import DroppingGpt, tokens
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer, whole

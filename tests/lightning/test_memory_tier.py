@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smp.memory import PLACE
 from smp_core.checkpoint import CheckpointError, save_checkpoint
-from smp_core.checkpoint.memory_slots import SharedSlots
-from smp_core.checkpoint.memory_tier import MemoryTier, _is_newer
+from smp_core.checkpoint.memory.slots import SharedSlots
+from smp_core.checkpoint.memory.tier import MemoryTier, _is_newer
 from tests.core.models import LENGTH, TroubledModel
 from tests.core.pipeline.cases import example_of, of_all_stages
 from tests.core.tensor_parallel.model_cases import build

@@ -21,7 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lightning_smp import SmpMonitor
 from lightning_smp.callbacks import count_samples, count_tokens
 from smp_core.comm.meter import LINK_CLASSES
-from smp_core.report.runs import Run
+from smp_core.run_log.read import Run
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
 from tests.older_transformers import needs_routers

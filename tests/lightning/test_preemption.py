@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.storage as storage
 from lightning_smp import SmpShardedStrategy
 from smp_core.checkpoint import read_manifest, verify_checkpoint
-from smp_core.preemption import Preempted
+from smp_core.watch.preemption import Preempted
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, make_trainer, report

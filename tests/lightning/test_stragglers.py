@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smp import SmpMonitor
-from smp_core.step_times import PARTS, Part
+from smp_core.observe.step_times import PARTS, Part
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
 

@@ -1,8 +1,8 @@
 """FSDP2 units on the 1-D shard mesh: the only room that touches FSDP2's internals.
 
 FSDP2 shards, gathers and reduces inside the partition group; the hop across replicas is ours
-(:mod:`smp_core.sharding.accumulation`). Each file says what it reads beyond the public API, and why no public one will
-do.
+(:mod:`smp_core.sharding.gradients.accumulation`). Each file says what it reads beyond the public API, and why no public
+one will do.
 """
 
 from __future__ import annotations

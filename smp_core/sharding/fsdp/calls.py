@@ -32,13 +32,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
-from smp_core.module_names import clean_name
-from smp_core.rank_watch import count_call, expect_calls, meet_between_runs
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
-from smp_core.sharding.parameter_hooks import hooks_of
+from smp_core.sharding.gradients.parameter_hooks import hooks_of
+from smp_core.torch_facts.module_names import clean_name
+from smp_core.watch.rank_watch import count_call, expect_calls, meet_between_runs
 
 logger = logging.getLogger("smp")
 
@@ -66,7 +66,7 @@ class Calls:
         shown: makes the context of a method's call in which modules show what is not gathered as it computes.
 
     Attributes:
-        unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.unsharded`).
+        unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.weights.unsharded`).
     """
 
     def __init__(

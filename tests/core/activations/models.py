@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from tests.core.gpt import GptBlock
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 37, 20, 5, 12

@@ -16,7 +16,7 @@ from torch import nn
 
 from smp_core.activations.checkpointing import NotDeterministicError, apply_checkpointing
 from smp_core.activations.selective import keep_outputs_of
-from smp_core.planning.checkpointed import CheckpointedModule, plan_checkpointing
+from smp_core.plan.checkpointed import CheckpointedModule, plan_checkpointing
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, tokens
 from tests.harness import run_ranks
 

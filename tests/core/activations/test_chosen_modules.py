@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.activations.checkpointing import apply_checkpointing
-from smp_core.compat import caches_in
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.planning.checkpointed import plan_checkpointing
+from smp_core.entry import build_mesh, parallelize
+from smp_core.plan.checkpointed import plan_checkpointing
 from smp_core.topology import Topology
+from smp_core.torch_facts.compat import caches_in
 from tests.core.activations.models import tokens
 from tests.harness import run_ranks
 

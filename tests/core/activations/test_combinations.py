@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from smp_core.config import SmpConfig
+from smp_core.config.fp8_recipe import Fp8Recipe
 from smp_core.context_parallel.active import enabled
-from smp_core.engine import parallelize
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, whole
 from tests.core.activations.offloads import OFFLOADED
 from tests.core.context_parallel import model_cases
-from tests.core.fp8_runs import runs_of
+from tests.core.fp8.fp8_runs import runs_of
 from tests.harness import run_ranks
 
 SAVERS: list[dict[str, Any]] = [

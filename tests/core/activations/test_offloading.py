@@ -17,7 +17,7 @@ from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostMemoryError, HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
 from smp_core.config import SmpConfig
-from smp_core.planning.checkpointed import plan_checkpointing
+from smp_core.plan.checkpointed import plan_checkpointing
 from tests.core.activations.models import WIDTH, DroppingGpt, assert_equal_bits, build, observe, tokens
 from tests.core.activations.offloads import LENGTH, OFFLOADED, SAMPLES, LiveStorages
 from tests.harness import run_ranks

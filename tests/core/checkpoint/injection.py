@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 
-import smp_core.checkpoint.file_system as file_system
-import smp_core.checkpoint.local_folder as local_folder
+import smp_core.checkpoint.folders.file_system as file_system
+import smp_core.checkpoint.folders.local_folder as local_folder
 from smp_core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 CALLS = (

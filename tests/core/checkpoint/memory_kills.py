@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint import load_checkpoint, memory_slots
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint import load_checkpoint
+from smp_core.checkpoint.memory import slots as memory_slots
+from smp_core.checkpoint.memory.tier import MemoryTier
 from tests.core.checkpoint.kill_trials import fork
 
 CALLS = ("open", "os.rename", "os.remove")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint import load_checkpoint, read_per_rank
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.tier import MemoryTier
 from tests.core.checkpoint.states import differences
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from smp_core.checkpoint import load_checkpoint, read_per_rank
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.memory.tier import MemoryTier
 from tests.core.checkpoint.kill_trials import fork
 
 WORLD = 4

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.storage as storage
 from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoint, read_rest, read_tensors
-from smp_core.compat import collective_timeout
+from smp_core.torch_facts.compat import collective_timeout
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import ROOT, run_ranks, run_script
 

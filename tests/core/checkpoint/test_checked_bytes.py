@@ -12,8 +12,8 @@ import fsspec
 import pytest
 import torch
 
-import smp_core.checkpoint.local_folder as local_folder
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.local_folder as local_folder
+import smp_core.checkpoint.folders.storage as storage
 import smp_core.checkpoint.writer as writer
 from smp_core.checkpoint import (
     CheckpointError,
@@ -167,7 +167,7 @@ def test_every_byte_is_read_once(tmp_path: Path, block: int, monkeypatch: pytest
 
 
 def test_an_object_store_is_asked_once_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import smp_core.checkpoint.object_folder as object_folder
+    import smp_core.checkpoint.folders.object_folder as object_folder
 
     for module in (storage, writer):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)

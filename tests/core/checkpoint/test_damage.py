@@ -198,7 +198,7 @@ def test_without_digests_a_flipped_bit_would_load(tmp_path: Path, monkeypatch: p
         def hexdigest(self) -> str:
             return "0"
 
-    for module in ("layout", "storage", "verify"):
+    for module in ("layout", "folders.storage", "verify"):
         monkeypatch.setattr(f"smp_core.checkpoint.{module}.new_digest", lambda algorithm: Blind())
     path = tmp_path / "blind"
     save_checkpoint(path, state(1))

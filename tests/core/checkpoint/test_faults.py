@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import smp_core.checkpoint.file_system as file_system
-import smp_core.checkpoint.local_folder as local_folder
-import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.folders.file_system as file_system
+import smp_core.checkpoint.folders.local_folder as local_folder
+import smp_core.checkpoint.folders.storage as storage
 from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,
@@ -258,7 +258,7 @@ def test_what_an_earlier_version_moved_aside_is_found(tmp_path: Path, monkeypatc
 
 
 def overwrite_without_exchange(path: str) -> Any:
-    import smp_core.checkpoint.file_system as file_system
+    import smp_core.checkpoint.folders.file_system as file_system
 
     original, file_system.rename_exchange = file_system.rename_exchange, lambda first, second: False
     try:

@@ -26,10 +26,10 @@ import pytest
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
-import smp_core.checkpoint.local_folder as local_folder
+import smp_core.checkpoint.folders.local_folder as local_folder
 import smp_core.checkpoint.writer as writer
 from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_checkpoint, save_step, verify_checkpoint
-from smp_core.checkpoint.file_system import try_lock
+from smp_core.checkpoint.folders.file_system import try_lock
 from tests.core.checkpoint.injection import ERRORS, SEED, Fault, Injector, in_a_child, loads, save, state
 from tests.core.checkpoint.store_on_disk import PREFIX, StoreOnDisk
 from tests.harness import run_ranks

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp_core.checkpoint import CheckpointError, consolidate, full_state_dict, save_checkpoint, save_full_state
+from smp_core.checkpoint.foreign.torch_file import TorchFile
 from smp_core.checkpoint.full_state import numbered_optimizer_state
-from smp_core.checkpoint.torch_file import TorchFile
 from tests.core.checkpoint.states import differences, gathered, rest, shard_mesh, sharded_state, values
 from tests.harness import ROOT, run_ranks
 

@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 
 import smp_core.checkpoint as checkpoint
 from smp_core.checkpoint import CheckpointError
+from smp_core.checkpoint.foreign.torch_file import check_torch_file, step_of_file
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table
 from smp_core.checkpoint.layout import digest_of
 from smp_core.checkpoint.root import read_latest
-from smp_core.checkpoint.torch_file import check_torch_file, step_of_file
 from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import rest, values
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_core.checkpoint.file_system import UNNAMED_PREFIX
+from smp_core.checkpoint.folders.file_system import UNNAMED_PREFIX
 from tests.harness import run_script
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint.memory_save import exchange_copies, pieces
+from smp_core.checkpoint.memory.save import exchange_copies, pieces
 from tests.harness import run_ranks
 
 SIZES = [3_000_001, 700_000, 0, 1]  # bytes of each rank's file, of four nodes of one rank

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from smp_core import doctor
-from smp_core.checkpoint import CheckpointError, memory_tier
-from smp_core.checkpoint.file_system import remove_tree
-from smp_core.checkpoint.memory_folder import NodeMemory
+from smp_core.checkpoint import CheckpointError
+from smp_core.checkpoint.folders.file_system import remove_tree
+from smp_core.checkpoint.memory import tier as memory_tier
+from smp_core.checkpoint.memory.folder import NodeMemory
+from smp_core.cli import doctor
 from tests.core.checkpoint.kill_trials import fork
 from tests.core.checkpoint.memory_states import files, found_in, kept_until, state_of, tier
 from tests.harness import run_ranks

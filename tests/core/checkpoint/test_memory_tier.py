@@ -13,18 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core import streams
-from smp_core.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    memory_save,
-    memory_tier,
-    read_per_rank,
-    save_checkpoint,
-)
-from smp_core.checkpoint.memory_slots import SharedSlots
-from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank, save_checkpoint
+from smp_core.checkpoint.memory import save as memory_save
+from smp_core.checkpoint.memory import tier as memory_tier
+from smp_core.checkpoint.memory.slots import SharedSlots
+from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.untrusted import StoreError
+from smp_core.torch_facts import streams
 from tests.core.checkpoint.memory_states import files, found_in, kept_until, state_of, tier
 from tests.core.checkpoint.states import differences, gathered, sharded_state, step_in
 from tests.harness import run_ranks, run_script

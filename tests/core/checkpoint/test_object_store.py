@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 
-import smp_core.checkpoint.object_folder as object_folder
+import smp_core.checkpoint.folders.object_folder as object_folder
 import smp_core.checkpoint.sequence as sequence
 from smp_core.checkpoint import (
     CheckpointError,

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import smp_core.checkpoint.local_folder as local_folder
+import smp_core.checkpoint.folders.local_folder as local_folder
 import smp_core.checkpoint.root as root
 import smp_core.checkpoint.writer as writer
 from smp_core.checkpoint import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.memory_folder import NodeMemory
-from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.memory.folder import NodeMemory
+from smp_core.checkpoint.memory.slots import SharedSlots
 from smp_core.checkpoint.save_plan import StagedTensor, find_ties
 from smp_core.checkpoint.staging import HostBuffers, stage
 from smp_core.checkpoint.tree import _is_plain, encode_rest

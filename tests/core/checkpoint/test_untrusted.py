@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import smp_core.checkpoint as checkpoint
 from smp_core.checkpoint import CheckpointError, save_checkpoint
-from smp_core.checkpoint.inert_pickle import read_inert
+from smp_core.checkpoint.foreign.inert_pickle import read_inert
 from smp_core.cli import app
 from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import values

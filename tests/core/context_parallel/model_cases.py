@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from tests.older_transformers import EAGER_EXPERTS
 
 VOCABULARY, ROWS = 47, 8

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.knob_recipe import nested
-from smp_core.planning.checkpointed import plan_checkpointing
-from smp_core.planning.layout_rules import two_stages
-from smp_core.planning.units import plan_units
+from smp_core.config.recipe import nested
+from smp_core.engine.layout_rules import two_stages
+from smp_core.plan.checkpointed import plan_checkpointing
+from smp_core.plan.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family
 from tests.core.fuzz.models import IN_HALF_PRECISION, WITH_SHARED_LAYERS
@@ -81,11 +81,11 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
-    "master_dtype": "is about half precision models: tests/core/test_shared_parameters.py draws it",
+    "master_dtype": "is about half precision models: tests/core/sharding/test_shared_parameters.py draws it",
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
-    "plan": "chooses the others: tests/core/test_auto_plan.py",
+    "plan": "chooses the others: tests/core/planner/test_auto_plan.py",
     "planner.memory_headroom": _FACES,
     "planner.device_memory_gib": _FACES,
     "planner.optimizer": _FACES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from smp_core.planning.units import Entry
+from smp_core.plan.units import Entry
 from tests.core.fuzz.models import (
     Adapters,
     Adversaries,

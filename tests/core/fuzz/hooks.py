@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
 from tests.core.scenarios import parallel_model
 
 STEPS = 3

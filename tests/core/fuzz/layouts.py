@@ -22,9 +22,9 @@ from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
-from smp_core.sharding.delayed_init import materialize
+from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.tensor_parallel.roles import transformers_model
 from tests.core.pipeline.cases import example_of, next_tokens, of_all_stages
 from tests.core.tensor_parallel.model_cases import (

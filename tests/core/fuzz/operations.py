@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.sharding.grad_norm import NonfiniteGradNormError
+from smp_core.sharding.optimizer.grad_norm import NonfiniteGradNormError
 from tests.core.fuzz.families import matching
 from tests.core.fuzz.models import Adapted
 from tests.core.fuzz.procedure import Run

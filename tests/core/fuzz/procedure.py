@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
-from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.accumulation import AccumulationWindow
-from smp_core.sharding.delayed_init import materialize
-from smp_core.sharding.grad_norm import NonfiniteGradNormError, clip_grad_value_
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import build_mesh, parallelize
+from smp_core.sharding.gradients.accumulation import AccumulationWindow
+from smp_core.sharding.optimizer.grad_norm import NonfiniteGradNormError, clip_grad_value_
+from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.topology import Topology
 from tests.core.fuzz.cases import Case, config_of
 from tests.core.fuzz.families import FAMILIES

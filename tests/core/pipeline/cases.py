@@ -15,13 +15,13 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.averaging import ShardedAverage
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.averaging import ShardedAverage
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
-from smp_core.sharding.delayed_tensors import Slot
+from smp_core.sharding.weights.delayed_tensors import Slot
 from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, full, loss_of, optimizer_of, own_loss
 from tests.core.tensor_parallel.models import STEPS, TOKENS
 

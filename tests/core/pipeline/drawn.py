@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
 from tests.core.pipeline.cases import of_all_stages
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.divergence import RanksDiverged
-from smp_core.sharding.optimizer_kinds import register_tensorwise
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.sharding.gradients.divergence import RanksDiverged
+from smp_core.sharding.optimizer.kinds import register_tensorwise
 from tests.core.branching import Block, batch_of
 from tests.core.pipeline.cases import Case
 from tests.core.tensor_parallel.model_cases import loss_of

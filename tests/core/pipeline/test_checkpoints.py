@@ -16,8 +16,8 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from tests.core.pipeline.cases import Case, example_of
 from tests.core.tensor_parallel.model_cases import batches, build, full, loss_of, optimizer_of
 from tests.harness import run_ranks

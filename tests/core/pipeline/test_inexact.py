@@ -13,10 +13,10 @@ from smp_core.checkpoint import save_checkpoint
 from smp_core.comm import remainder_state as remainder_state_module
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
-from smp_core.sharding.grad_scaler import ShardedGradScaler, scale_in_stages
+from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler, scale_in_stages
 from tests.core.pipeline.cases import of_all_stages
 from tests.core.tensor_parallel.model_cases import batches, full, own_loss
 from tests.core.tensor_parallel.models import VOCABULARY, PlainBlock

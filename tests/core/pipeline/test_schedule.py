@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_core.planning.schedules import Step, chunks_of, computations, forward_only, with_messages
+from smp_core.plan.schedules import Step, chunks_of, computations, forward_only, with_messages
 from tests.core.pipeline.cases import Case
 from tests.core.tensor_parallel.model_cases import Wide, batches
 from tests.harness import run_ranks

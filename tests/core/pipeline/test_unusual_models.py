@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.core.pipeline.drawn import Drawn, built, draw, loss_of, outcomes, trained
 from tests.harness import run_ranks
 

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.core.tensor_parallel.model_cases import Training, Wide, differences, full, own_loss
 
 WIDTH, INNER, WORDS, SAMPLES, STEPS = 16, 32, 24, 4, 4

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.delayed_init import materialize
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.tensor_parallel.roles import transformers_model
 from tests.core.tensor_parallel.models import MODELS, PLANS, SAMPLES, STEPS, TOKENS, VOCABULARY, Pixels
 from tests.harness import run_ranks

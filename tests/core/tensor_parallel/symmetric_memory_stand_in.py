@@ -66,7 +66,7 @@ def symmetric_memory_on_cpu() -> Iterator[None]:
     library.impl("fused_all_gather_matmul", _gather_products, "CPU")
     library.impl("fused_matmul_reduce_scatter", _product_scatter, "CPU")
     try:
-        with mock.patch("smp_core.planning.tensor_rules._missing_for_overlap", return_value=None):
+        with mock.patch("smp_core.tensor_parallel.rules._missing_for_overlap", return_value=None):
             yield
     finally:
         library._destroy()  # there is no public way

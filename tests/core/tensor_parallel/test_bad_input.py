@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.planning.tensor_rules import require_tensor_degree
 from smp_core.tensor_parallel.roles import splits_of
+from smp_core.tensor_parallel.rules import require_tensor_degree
 from smp_core.topology import Topology
 from tests.core.tensor_parallel.model_cases import Case
 from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel

@@ -13,7 +13,7 @@ from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
 from tests.core.tensor_parallel.model_cases import Case, batches, build, full, loss_of, optimizer_of
 from tests.harness import run_ranks
 

@@ -14,12 +14,12 @@ import transformers
 from torch._dynamo.utils import counters  # the compiler's only count of its graphs
 
 from smp_core.config import SmpConfig
+from smp_core.config.fp8_recipe import Fp8Recipe
 from smp_core.context_parallel.active import enabled
-from smp_core.engine import parallelize
-from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.fp8.scaling import INPUT
-from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.grad_scaler import ShardedGradScaler
+from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from tests.core.context_parallel import model_cases as sequences
 from tests.core.tensor_parallel.model_cases import (
     Case,

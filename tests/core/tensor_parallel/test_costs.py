@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.tensor_parallel.inspection import infer_plan
 from smp_core.tensor_parallel.trial import Trial
 from tests.harness import run_ranks

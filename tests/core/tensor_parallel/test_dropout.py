@@ -14,7 +14,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.harness import run_ranks
 
 KEPT = 0.75

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp_core.compat import symmetric_memory_operators
 from smp_core.tensor_parallel.fused import PIECES, gather_products, product_scatter
+from smp_core.torch_facts.compat import symmetric_memory_operators
 from tests.core.tensor_parallel.model_cases import Case, Training, alone, batches, differences, loss_of, together
 from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel
 from tests.core.tensor_parallel.symmetric_memory_stand_in import symmetric_memory_on_cpu

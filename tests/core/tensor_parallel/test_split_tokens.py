@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
-from smp_core.parallel_model import ParallelModel
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
 from smp_core.tensor_parallel import blocks
 from tests.core.tensor_parallel.drawn_models import draw, outcomes
 from tests.core.tensor_parallel.model_cases import Case

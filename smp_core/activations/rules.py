@@ -1,0 +1,75 @@
+"""Rules for activations: what is recomputed, what waits in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp_core.plan.checkpointed import CheckpointedModule
+from smp_core.plan.cluster import GIB, Cluster
+from smp_core.plan.draft import Draft
+from smp_core.plan.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """Decisions about activation memory.
+
+    Attributes:
+        checkpointed: modules that are computed again in backward.
+        check: the outputs of recomputations are compared.
+        offloaded_bytes: host memory of this rank that inputs of these modules may take; None: none are offloaded.
+        horizon: how many modules' inputs may be on the device at once.
+        min_bytes: smaller inputs stay on the device.
+    """
+
+    checkpointed: tuple[CheckpointedModule, ...] = ()
+    check: bool = False
+    offloaded_bytes: int | None = None
+    horizon: int = 2
+    min_bytes: int = 0
+
+
+def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> ActivationPlan:
+    """Resolve recomputation, its check, and offloading.
+
+    Raises:
+        ValueError: the model checkpoints itself and its inputs were to be offloaded.
+    """
+    asked = draft.knobs.activations
+    if shapes.checkpoints_itself:
+        # Computing everything twice more saves nothing.
+        why = "the model's own gradient checkpointing is on"
+        if asked.offload:
+            raise ValueError(
+                f"activations.offload=true: {why}, and its inputs cannot be offloaded; switch it off "
+                "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False)) so that "
+                f"activations.checkpoint={asked.checkpoint!r} takes its place"
+            )
+        draft.drop("activations.checkpoint", "none", why)
+    if asked.check and not shapes.checkpointed:
+        draft.drop("activations.check", False, "nothing is recomputed")
+    return ActivationPlan(
+        shapes.checkpointed,
+        draft.knobs.activations.check,
+        _settle_offloading(draft, len(shapes.checkpointed), cluster),
+        asked.loading_horizon,
+        asked.offload_min_bytes,
+    )
+
+
+def _settle_offloading(draft: Draft, checkpointed: int, cluster: Cluster) -> int | None:
+    asked, horizon = draft.knobs.activations, draft.knobs.activations.loading_horizon
+    if not asked.offload:
+        if horizon != 2:
+            draft.settle("activations.loading_horizon", horizon, "no effect: nothing is offloaded")
+        return None
+    if horizon >= checkpointed:
+        why = f"loading_horizon={horizon}, so the inputs of all {checkpointed} checkpointed modules may stay"
+        draft.drop("activations.offload", False, f"{why} on the device")
+        return None
+    if asked.offload_host_gib is not None:
+        return int(asked.offload_host_gib * GIB)
+    limit = int(0.8 * cluster.host_memory / cluster.topology.ranks_per_node)
+    why = "four fifths of what was available, divided by the node's ranks"
+    draft.settle("activations.offload_host_gib", round(limit / GIB, 3), why)
+    return limit

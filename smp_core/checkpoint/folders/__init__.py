@@ -1,0 +1,1 @@
+"""Folders that checkpoints are written to: one interface, POSIX folders and object stores."""

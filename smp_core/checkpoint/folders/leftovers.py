@@ -1,0 +1,160 @@
+"""The leftovers of interrupted saves in a folder, and the rules for their removal.
+
+.tmp-<name>-<host>-<random>        a save being written; locked while it lives
+.prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; complete
+.partial-<name>-<host>-<random>    an export or a single file being written
+.new-<host>-<random>               a temporary in the microseconds before it is locked
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from pathlib import Path
+
+from smp_core.checkpoint.folders.file_system import (
+    fsync_directory,
+    host_id,
+    new_save_id,
+    release,
+    remove_tree,
+    rename_new,
+    try_lock,
+)
+from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError, Manifest
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES
+
+logger = logging.getLogger("smp")
+
+# An unlocked temporary of another host may belong to a live save where locks do not cross the network.
+_STALE_SECONDS = 3600.0
+_OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
+_SCRATCH_ENTRY = re.compile(r"\.(new|partial-.+)-[0-9a-f]{8}-[0-9a-f]{12}")
+
+
+def scratch_path(target: Path) -> Path:
+    """Return a temporary path for something other than a checkpoint, to be renamed to ``target``."""
+    return target.parent / f".partial-{target.name}-{new_save_id()}"
+
+
+def own_name(entry: str) -> str:
+    """Return the name of the checkpoint that a temporary or previous directory belongs to."""
+    return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
+
+
+def previous_of(path: str) -> str | None:
+    """Return the newest complete ``.prev-*`` of a path."""
+    found = [entry for entry in siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
+    return max(found, key=_age, default=None)
+
+
+def _age(path: str) -> tuple[int, int, str]:
+    """Return the age of a checkpoint by its manifest, which needs no clock; before all others where it is damaged."""
+    try:
+        with open(os.path.join(path, MANIFEST), "rb") as file:
+            return Manifest.from_bytes(file.read(MANIFEST_BYTES), path).age
+    except (CheckpointError, OSError):
+        return (-1, 0, "")
+
+
+def siblings(path: str, prefix: str) -> list[str]:
+    """List the entries with this prefix that belong to a path."""
+    parent = os.path.dirname(os.path.abspath(path))
+    start = f"{prefix}{os.path.basename(path)}-"
+    try:
+        names = os.listdir(parent)
+    except OSError:
+        return []
+    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of "a-b-c".
+    return [os.path.join(parent, name) for name in names if name.startswith(start) and len(name) == len(start) + 21]
+
+
+def sweep(path: str) -> list[str]:
+    """Remove the leftovers of dead saves next to this path, under whatever name; never the files of a live save.
+
+    Returns:
+        the removed directories.
+    """
+    removed: list[str] = []
+    if not os.path.lexists(path):
+        previous = previous_of(path)
+        if previous is not None:
+            rename_new(previous, path)
+            logger.warning("%s restored from %s, which an interrupted overwrite left", path, previous)
+    parent = os.path.dirname(os.path.abspath(path))
+    left_behind = _left_behind(parent)
+    try:
+        if left_behind:
+            fsync_directory(parent)  # before a checkpoint that a rename replaced is removed
+    except OSError as error:
+        logger.error("%s cannot be made durable, so nothing in it is removed: %s", parent, error)
+        return removed
+    for entry in left_behind:
+        try:
+            lock = try_lock(entry)
+        except OSError:
+            continue  # gone, or not a directory
+        if lock is None:
+            continue
+        try:
+            same_host = f"-{host_id()}-" in os.path.basename(entry)
+            if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
+                remove_tree(entry)
+                removed.append(entry)
+        except OSError:
+            continue  # its age cannot be told: it may be a live save's
+        finally:
+            release(lock)
+    removed += [entry for entry in _scratch_left_behind(parent) if remove_tree(entry)]
+    if removed:
+        logger.warning("removed what interrupted saves left: %s", ", ".join(removed))
+    return removed
+
+
+def _scratch_left_behind(parent: str) -> list[str]:
+    """List the entries that have not changed for long: half exports, and folders of a crash before they were locked.
+
+    Nobody locks them, but the process that makes them writes all the time, or takes no time at all.
+    """
+    now = time.time()
+    try:
+        found = [os.path.join(parent, name) for name in os.listdir(parent) if _SCRATCH_ENTRY.fullmatch(name)]
+        return [entry for entry in found if now - _newest_change(entry) > _STALE_SECONDS]
+    except OSError:
+        return []
+
+
+def _left_behind(parent: str) -> list[str]:
+    """List the temporaries in a directory, and moved checkpoints whose own path holds a checkpoint again."""
+    try:
+        names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
+    except OSError:
+        return []
+    return [
+        os.path.join(parent, name)
+        for name in names
+        if name.startswith(TEMPORARY_PREFIX) or os.path.lexists(os.path.join(parent, own_name(name)))
+    ]
+
+
+def _newest_change(directory: str) -> float:
+    """Return the time of the newest change in a directory, or of a file.
+
+    Raises:
+        OSError: the directory, or one inside it, cannot be listed.
+    """
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, NotADirectoryError):
+            raise error
+
+    times = [os.path.getmtime(directory)]
+    for where, _, names in os.walk(directory, onerror=failed):
+        for name in names:
+            try:
+                times.append(os.path.getmtime(os.path.join(where, name)))
+            except OSError:
+                continue
+    return max(times)

@@ -1,0 +1,431 @@
+"""The checkpoint folders on a local or shared POSIX file system.
+
+A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and directories are fsynced, the manifest is
+written last, and one rename is the commit. Over an existing checkpoint the rename is an exchange (Linux renameat2), so
+that at every instant the path holds a whole checkpoint. Where the file system cannot exchange (NFS), the save's files
+carry its identity in their names, as on an object store: they are moved into the checkpoint that is there, the manifest
+replaces the old one in one rename, which is the commit, and the old files go. Only what is at the path and no whole
+checkpoint of ours (a link, half of one) is moved away first, to ``.prev-<name>-...``; readers accept a checkpoint there
+while the path is empty.
+
+The temporary directory is locked (flock) for as long as its save lives, so that a later save can tell what a crash
+left behind from what another job is writing at the moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+
+from smp_core.checkpoint.folders.file_system import (
+    UNNAMED_PREFIX,
+    can_exchange,
+    fsync_directory,
+    new_save_id,
+    release,
+    remove_tree,
+    rename_exchange,
+    rename_new,
+    try_lock,
+)
+from smp_core.checkpoint.folders.leftovers import previous_of, siblings, sweep
+from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink, Transaction
+from smp_core.checkpoint.layout import (
+    MANIFEST,
+    PREVIOUS_PREFIX,
+    TEMPORARY_PREFIX,
+    CheckpointError,
+    Manifest,
+)
+from smp_core.checkpoint.untrusted import FOLDER_NAMES, MANIFEST_BYTES
+
+logger = logging.getLogger("smp")
+
+_SEEN_SECONDS = 30.0
+_OTHERS_SECONDS = 60.0  # for which another job's move into the same place is waited for
+_NO_LINKS = "links in a checkpoint are not followed: copy what they point to (cp -rL)"
+_MARK = r"(-[0-9a-f]{12})?"  # the identity of a save that was moved into place
+_OWN_FILE = re.compile(
+    rf"tensors-\d{{5,}}-of-\d{{5,}}{_MARK}\.safetensors|(index|rest){_MARK}\.json|(rest|rest-pickle){_MARK}\.pt|extra"
+)
+
+
+def open_regular(path: str, name: str) -> int:
+    """Open a file of a folder for reading, and return its descriptor.
+
+    Links and pipes are refused, not followed: a folder of a stranger could point with them to any file, or block. The
+    folder itself may be a link (``last.ckpt``): the user gave its path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is no regular file, or cannot be opened.
+    """
+    where = os.path.join(path, name)
+    *folders, file = name.split("/")
+    opened: list[int] = []
+    try:
+        try:
+            opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+            for folder in folders:
+                opened.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened[-1]))
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1])
+        finally:
+            for folder_descriptor in opened:
+                os.close(folder_descriptor)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if folders and os.path.islink(os.path.join(path, *folders)):
+            raise CheckpointError(f"{where}: {folders[-1]} is a link; {_NO_LINKS}") from None
+        raise FileNotFoundError(error.errno, error.strerror, where) from None
+    except OSError as error:
+        reason = f"is a link; {_NO_LINKS}" if error.errno == errno.ELOOP else f"cannot be read: {error}"
+        raise CheckpointError(f"{where} {reason}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{where} is no regular file but a folder, a pipe or a device: not read")
+    return descriptor
+
+
+class _LocalRangeFile(RangeFile):
+    def __init__(self, path: str, name: str) -> None:
+        self.path = os.path.join(path, name)
+        self.descriptor = open_regular(path, name)
+        self.bytes = os.fstat(self.descriptor).st_size
+
+    def read_into(self, begin: int, target: memoryview) -> None:
+        while len(target):
+            try:
+                count = os.preadv(self.descriptor, [target[: 1 << 30]], begin)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin}, more was expected")
+            target = target[count:]
+            begin += count
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class LocalFolder(Folder):
+    """A checkpoint directory; the ``.prev-*`` next to it when a crash fell between two renames."""
+
+    def __init__(self, path: str) -> None:
+        self.address = path
+        self.path = path
+        if not os.path.lexists(path):
+            previous = previous_of(path)
+            if previous is not None:
+                logger.warning("%s is missing; reading %s, which an interrupted overwrite left", path, previous)
+                self.path = previous
+
+    def exists(self) -> bool:
+        return os.path.exists(self.path)
+
+    def names(self) -> list[str]:
+        if not os.path.isdir(self.path):
+            return []
+        try:
+            return sorted(itertools.islice(_all_files(self.path), FOLDER_NAMES))
+        except FileNotFoundError:
+            return []  # removed meanwhile
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be listed: {error}") from error
+
+    def size(self, name: str) -> int:
+        descriptor = open_regular(self.path, name)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, limit: int) -> bytes:
+        file = _LocalRangeFile(self.path, name)
+        try:
+            if file.bytes > limit:
+                raise CheckpointError(f"{file.path} has {file.bytes} bytes, at most {limit} are read")
+            data = bytearray(file.bytes)
+            file.read_into(0, memoryview(data))
+        finally:
+            file.close()
+        return bytes(data)
+
+    def open(self, name: str) -> RangeFile:
+        return _LocalRangeFile(self.path, name)
+
+    def signs_of_crash(self) -> bool:
+        return bool(siblings(self.path, TEMPORARY_PREFIX) or siblings(self.path, PREVIOUS_PREFIX))
+
+
+class LocalTransaction(Transaction):
+    """A save into a temporary sibling directory, committed by one rename."""
+
+    def __init__(self, path: str) -> None:
+        self.address = path
+        self.path = path
+        self.temporary = ""
+        self.mark = ""
+        self._lock: int | None = None
+
+    def begin(self, save_id: str, overwrite: bool) -> None:
+        parent = os.path.dirname(os.path.abspath(self.path))
+        os.makedirs(parent, exist_ok=True)
+        sweep(self.path)
+        self._check_target(overwrite)
+        if os.path.isfile(os.path.join(self.path, MANIFEST)) and not os.path.islink(self.path):
+            self.mark = "" if can_exchange(parent) else save_id.rsplit("-", 1)[-1]
+        # Locked before it has the name by which another job's sweep would find it.
+        unnamed = os.path.join(parent, f"{UNNAMED_PREFIX}{save_id}")
+        os.mkdir(unnamed)
+        try:
+            self._lock = try_lock(unnamed)
+            os.rename(unnamed, self._temporary(save_id))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.rmdir(unnamed)
+            raise
+        self.temporary = self._temporary(save_id)
+
+    def join(self, save_id: str, mark: str) -> None:
+        self.mark = mark
+        self.temporary = self._temporary(save_id)
+        deadline = time.monotonic() + _SEEN_SECONDS  # network file systems may show a new directory late
+        while not os.path.isdir(self.temporary):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"this rank (host {os.uname().nodename}) does not see {self.temporary}, which rank 0 made; save to "
+                    "a path on a file system that all nodes share"
+                )
+            time.sleep(0.05)
+
+    def _temporary(self, save_id: str) -> str:
+        return os.path.join(os.path.dirname(self.path), f"{TEMPORARY_PREFIX}{os.path.basename(self.path)}-{save_id}")
+
+    def _check_target(self, overwrite: bool) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not overwrite:
+            raise CheckpointError(f"{self.path} exists already; choose another path or pass overwrite=True")
+        if os.path.isdir(self.path) and not os.path.exists(f"{self.path}/{MANIFEST}") and not _is_half(self.path):
+            raise CheckpointError(
+                f"{self.path} holds something that is not a torch-smp checkpoint; it is not overwritten. Choose "
+                "another path, or remove that directory first"
+            )
+
+    def file_name(self, stem: str, suffix: str) -> str:
+        return f"{stem}-{self.mark}{suffix}" if self.mark else f"{stem}{suffix}"
+
+    def create(self, name: str, algorithm: str) -> Sink:
+        path = os.path.join(self.temporary, name)
+        if os.path.dirname(name):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        return Sink(open(path, "xb", buffering=0), name, algorithm)
+
+    def written(self) -> Folder:
+        return LocalFolder(self.temporary)
+
+    def commit(self, manifest: bytes) -> None:
+        sink = self.create(MANIFEST, "xxh3")
+        sink.write(manifest)
+        sink.close()
+        directories = {self.temporary}
+        for name in _all_files(self.temporary):
+            while name := os.path.dirname(name):
+                directories.add(os.path.join(self.temporary, name))
+        for where in sorted(directories):
+            fsync_directory(where)
+        if self.mark:
+            replaced = self._move_into_place(manifest)
+        else:
+            replaced = self._rename_into_place()
+            self._look_after_rename(manifest, replaced)
+        self.temporary = ""  # the rename was the commit: from here on nothing is undone
+        try:
+            fsync_directory(os.path.dirname(os.path.abspath(self.path)))
+        except OSError as error:
+            # Whole and in its place for every reader; only what a power failure would leave of the rename is not known.
+            kept = f"; what it replaced is kept as {replaced}" if replaced else ""
+            logger.error("%s was saved, but its directory could not be made durable: %s%s", self.path, error, kept)
+            replaced = None
+        self._unlock()
+        if replaced:
+            remove_tree(replaced)
+
+    def _rename_into_place(self) -> str | None:
+        """Put the new checkpoint at its path; return the path of the one it replaced, to be removed."""
+        while True:
+            try:
+                rename_new(self.temporary, self.path)
+                return None
+            except FileExistsError:
+                pass
+            try:
+                if rename_exchange(self.temporary, self.path):
+                    return self.temporary
+            except FileNotFoundError:
+                continue  # another job removed the target in between
+            previous = self.temporary.replace(TEMPORARY_PREFIX, PREVIOUS_PREFIX, 1)
+            os.rename(self.path, previous)
+            os.rename(self.temporary, self.path)
+            return previous
+
+    def _look_after_rename(self, manifest: bytes, replaced: str | None) -> None:
+        """Look once more at what was renamed, and take it back if somebody has removed a file of it meanwhile.
+
+        Raises:
+            CheckpointError: a file is gone; the path holds what it held before.
+        """
+        lost = _missing_of(self.path, manifest)
+        if not lost or self._is_another_save(manifest):
+            return
+        try:
+            self._take_back(replaced)
+        except OSError as error:
+            self.temporary = ""  # what was replaced may lie there
+            kept = f"; what it replaced is kept as {replaced}" if replaced else ""
+            raise CheckpointError(f"{_gone(self.path, lost)}, and the rename cannot be undone: {error}{kept}") from None
+        raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+
+    def _is_another_save(self, manifest: bytes) -> bool:
+        try:
+            return LocalFolder(self.path).read(MANIFEST, MANIFEST_BYTES) != manifest
+        except FileNotFoundError:
+            return False
+        except CheckpointError:
+            return True  # a link, say: what lies there is not this save's
+
+    def _take_back(self, replaced: str | None) -> None:
+        """Put what was replaced back to the path; this save becomes the temporary again, which is removed."""
+        is_there = os.path.lexists(self.path)
+        if replaced == self.temporary and is_there:
+            rename_exchange(self.temporary, self.path)
+            return
+        if is_there:
+            os.rename(self.path, self.temporary)
+        if replaced is not None:
+            os.rename(replaced, self.path)
+
+    def _move_into_place(self, manifest: bytes) -> str | None:
+        """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
+        if not os.path.isfile(os.path.join(self.path, MANIFEST)):
+            return self._rename_into_place()  # another job removed the target in between
+        try:
+            lock = _lock_against_others(self.path)
+        except FileNotFoundError:
+            return self._rename_into_place()  # as above
+        try:
+            extra = os.path.join(self.path, "extra")
+            if os.path.islink(extra):
+                os.unlink(extra)  # nothing is written through it
+            names = sorted(name for name in _all_files(self.temporary) if name != MANIFEST)
+            for name in names:
+                os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
+                os.rename(os.path.join(self.temporary, name), os.path.join(self.path, name))
+            for where in (extra, self.path):
+                if os.path.isdir(where):
+                    fsync_directory(where)
+            replaced = LocalFolder(self.path).read(MANIFEST, MANIFEST_BYTES)
+            if lost := _missing_of(self.path, manifest):  # before the manifest takes the place of one whose files are
+                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+            os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+            if lost := _missing_of(self.path, manifest):
+                with open(os.path.join(self.temporary, MANIFEST), "xb", buffering=0) as file:
+                    file.write(replaced)
+                os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+            fsync_directory(self.path)
+            for name in LocalFolder(self.path).names():
+                if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(name.split("/")[0]):
+                    os.unlink(os.path.join(self.path, name))
+        finally:
+            release(lock)
+        return self.temporary
+
+    def abort(self) -> None:
+        if self.temporary:
+            remove_tree(self.temporary)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            release(self._lock)
+            self._lock = None
+
+
+def _lock_against_others(path: str) -> int:
+    """Lock a folder, and return the descriptor that holds the lock.
+
+    Raises:
+        CheckpointError: another job holds it and does not go on.
+    """
+    began = time.monotonic()
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() - began > _OTHERS_SECONDS:
+            raise CheckpointError(
+                f"another job has held the lock of {path} for {_OTHERS_SECONDS:.0f} s, in which it moves what it saved "
+                "there; end it, or save elsewhere"
+            )
+        time.sleep(0.05)
+    return lock
+
+
+def _missing_of(path: str, manifest: bytes) -> list[str]:
+    """List the files that a manifest names and a folder does not have; of what cannot be looked at nothing is said."""
+    lost = []
+    for name in (MANIFEST, *Manifest.from_bytes(manifest, path).files):
+        try:
+            os.lstat(os.path.join(path, name))
+        except (FileNotFoundError, NotADirectoryError):
+            lost.append(name)
+        except OSError as error:
+            logger.warning("%s/%s cannot be looked at: %s", path, name, error)
+    return lost
+
+
+def _gone(path: str, lost: list[str]) -> str:
+    return f"{path}/{lost[0]} is gone: it was removed during the commit"
+
+
+def _all_files(path: str) -> Iterator[str]:
+    """Yield the files in a folder, relative to it; an error is raised, where ``os.walk`` would leave files out."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    for where, _, names in os.walk(path, onerror=failed):
+        for name in names:
+            yield os.path.relpath(os.path.join(where, name), path)
+
+
+def _is_half(path: str) -> bool:
+    """Tell whether everything in a folder is part of a checkpoint, so that a save may replace the folder."""
+    return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
+
+
+def remove_local(path: str) -> None:
+    """Remove a checkpoint directory; it is renamed first, so that no half of it is ever found under its name.
+
+    A link to a checkpoint is removed as a link.
+
+    Raises:
+        CheckpointError: a directory that is not a checkpoint.
+    """
+    if os.path.islink(path):
+        os.unlink(path)
+        return
+    if not os.path.lexists(path):
+        return
+    if not os.path.exists(os.path.join(path, MANIFEST)):
+        raise CheckpointError(f"{path} is not a torch-smp checkpoint and is not removed")
+    away = os.path.join(
+        os.path.dirname(os.path.abspath(path)), f"{TEMPORARY_PREFIX}{os.path.basename(path)}-{new_save_id()}"
+    )
+    os.rename(path, away)
+    fsync_directory(os.path.dirname(away))
+    remove_tree(away)

@@ -1,0 +1,132 @@
+"""Whether all ranks mean the same: the knobs, the measured links, the model, and what follows from them.
+
+Asked before the first process group is made by it: a rank with another degree makes other groups, one with another
+payload sends other bytes, and then all wait for one another in different collectives until a timeout ends them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import xxhash
+
+from smp_core.cluster.links import LINKS_VARIABLE
+from smp_core.config import SmpConfig
+from smp_core.topology import by_rank
+
+# A host's own affair: what does not fit there stays on the device.
+_OF_A_HOST = "activations.offload_host_gib"
+
+T = TypeVar("T")
+
+
+def of_all_ranks(own: T) -> list[T]:
+    """Gather what every rank gives, in rank order. Collective over the world; without a group there is one rank."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run of one rank, which hears from nobody
+        return [own]
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def of_rank_0(decide: Callable[[], T]) -> T:
+    """Let rank 0 decide, and tell all ranks what it came to, or why it refuses. Collective over the world.
+
+    Raises:
+        ValueError: what ``decide`` raised on rank 0; on all ranks.
+    """
+    alone = not dist.is_initialized() or dist.get_backend() == "fake"
+    told: list[Any] = [None]
+    if alone or dist.get_rank() == 0:
+        try:
+            told = [decide()]
+        except ValueError as error:
+            told = [ValueError(str(error))]  # of a class that every rank can read
+        except Exception as error:  # the others wait; they end with it too
+            if not alone:
+                dist.broadcast_object_list([ValueError(f"rank 0: {type(error).__name__}: {error}")], src=0)
+            raise
+    if not alone:
+        dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], ValueError):
+        raise told[0]
+    decided: T = told[0]
+    return decided
+
+
+def agreed(
+    asked: SmpConfig,
+    decide: Callable[[], T],
+    model: Callable[[T], str] = lambda _: "",
+    parts: Callable[[T], Sequence[str]] = lambda _: (),
+) -> T:
+    """Decide on every rank, and require that all were given the same and came to the same. Collective over the world.
+
+    Args:
+        asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
+        decide: no collective in it. What it refuses on one rank is an error on all of them.
+        model: a word for the model that was decided about, equal for equal models.
+        parts: its parameters in words, in its order; the first that differs is named where models do.
+
+    Raises:
+        ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
+    """
+    own = {knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST}
+    rule = asked.units.modules
+    if callable(rule):  # the text of an object may have its address
+        own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
+    own[LINKS_VARIABLE] = _links_file()
+    refusal, decided = None, None
+    try:
+        decided = decide()
+        own["the model"] = model(decided)
+    except ValueError as error:
+        refusal = error
+    everyone = of_all_ranks((own, None if refusal is None else str(refusal)))
+    knobs = [name for name in own if name != "the model"]
+    differences = _differences([said for said, _ in everyone], knobs)
+    if not differences and refusal is None and all(theirs is None for _, theirs in everyone):
+        differences = _differences([said for said, _ in everyone], ["the model"])
+        if differences and decided is not None:  # on all ranks: none refuses
+            differences += _first_difference(of_all_ranks(list(parts(decided))))
+    if differences:
+        raise ValueError(f"{'; '.join(differences)}; start every rank with the same configuration")
+    if refusal is not None:
+        raise refusal
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs is not None:
+            raise ValueError(f"rank {rank}: {theirs}")
+    assert decided is not None
+    return decided
+
+
+def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        values = [said[name] for said in everyone]
+        if any(value != values[0] for value in values):
+            found.append(f"{name} differs between ranks ({by_rank(values)})")
+    return found
+
+
+def _first_difference(everyone: list[list[str]]) -> list[str]:
+    """Name the first parameter that is not the same on all ranks, [] where all are."""
+    for number in range(max(map(len, everyone))):
+        here = [own[number] if number < len(own) else "none" for own in everyone]
+        if any(part != here[0] for part in here):
+            return [f"the first parameter that differs is number {number} ({by_rank(here)})"]
+    return []
+
+
+def _links_file() -> str | None:
+    path = os.environ.get(LINKS_VARIABLE)
+    if not path:
+        return None
+    try:
+        return f"a file with the digest {xxhash.xxh3_64_hexdigest(Path(path).read_bytes())}"
+    except OSError as error:
+        return f"{path}: {error.strerror}"

@@ -1,0 +1,309 @@
+"""SmpMesh: the process groups of one run, on the axes of its layout (:mod:`smp_core.cluster.layout`).
+
+Every group gives up when the default one does: by itself torch gives each new group its own default. How long that is
+says only ``options._timeout`` of the group's backend (``_get_backend``); there is no public way to ask.
+
+Every group is used once when it is made, while all ranks are here. NCCL connects ranks in the first collective that
+needs them, and holds the host meanwhile; later ranks meet where replicas may differ in what comes next, and one that
+is held in a sum of a unit cannot tell the other, which has not used the unit, to join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, SAME_MODEL, Layout, Ranks, split, stages
+from smp_core.topology import Topology
+from smp_core.torch_facts import streams
+
+Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+# The groups that are made: of which axes collectives run.
+_AXES = (PARTITION, ("replicate",), GRADIENTS, DATA, ("context",), ("tensor",), SAME_MODEL, ("pipeline",))
+
+
+@dataclass(frozen=True)
+class SmpMesh:
+    """A layout with the groups this rank belongs to on its axes. Built once per run by :meth:`build`.
+
+    Attributes:
+        layout: the axes and their sizes.
+        device_mesh: axes "replicate" and "shard", with tensor ranks "tensor" inside, with stages "pipeline" outside.
+    """
+
+    topology: Topology
+    layout: Layout
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh
+    _groups: _Groups
+    _by_axes: Mapping[tuple[str, ...], dist.ProcessGroup]
+    _stages: Mapping[tuple[str, ...], Stages | None]
+
+    @classmethod
+    def build(
+        cls,
+        layout: Layout,
+        topology: Topology,
+        device: torch.device | str,
+        *,
+        in_stages: bool = True,
+        secondary: int | None = None,
+    ) -> SmpMesh:
+        """Make the groups of a layout. Collective over the world.
+
+        Args:
+            device: this rank's device.
+            in_stages: make groups for collectives in two stages too, where there are two.
+            secondary: ranks that hold a copy between forward and backward; None: no such copy.
+
+        Raises:
+            ValueError: the topology is another world's.
+        """
+        device, rank = torch.device(device), dist.get_rank()
+        if dist.get_world_size() != topology.world_size:
+            raise ValueError(
+                f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
+            )
+        sizes = {
+            "pipeline": layout.pipeline,
+            "replicate": layout.replicate,
+            "shard": layout.size(*PARTITION),
+            "tensor": layout.tensor,
+        }
+        for axis in ("pipeline", "tensor"):
+            if sizes[axis] == 1:
+                del sizes[axis]
+        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        groups = _Groups(rank, device)
+        for known in (*map(device_mesh.get_group, sizes), _world_group()):
+            groups.know(known)
+        by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        in_two: dict[tuple[str, ...], Stages | None] = {}
+        for axes in _AXES:
+            if axes in (("context",), ("tensor",), ("pipeline",)) and layout.size(*axes) == 1:
+                continue  # nobody asks for it
+            members = layout.groups(*axes)
+            # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
+            alone = axes == ("replicate",) and layout.size(*GRADIENTS) == layout.replicate > 1
+            by_axes[axes] = groups.make(members) if alone else groups.own(members)
+            in_two[axes] = groups.own_stages(members, topology) if in_stages and axes != DATA else None
+        mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, in_two)
+        groups.connect()
+        if secondary is not None:
+            mesh.secondary(secondary)
+        return mesh
+
+    def secondary(self, degree: int) -> dist.ProcessGroup:
+        """Return the ``degree`` neighbours in the partition group that hold the unsharded parameters between forward
+        and backward, a part each. Collective over the world at its first use."""
+        _, rows = split(self.layout.groups(*PARTITION), degree)
+        holders = self._groups.own(rows)
+        self._groups.connect()
+        return holders
+
+    def holders(self) -> list[DeviceMesh]:
+        """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no
+        collective is called on it. Collective over the world."""
+        partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, "pipeline")]
+        return [DeviceMesh(self.device.type, torch.tensor(ranks), mesh_dim_names=("shard",)) for ranks in partitions]
+
+    def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
+        stage is none of them. Collective over the world at its first use."""
+        columns = self.layout.groups("pipeline")
+        inside = [tuple(column[stage] for stage in stages) for column in columns]
+        others = [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
+        group = self._groups.own([*inside, *others])
+        self._groups.connect()
+        return group if self.stage in stages else None
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return this rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
+        return self._by_axes[axes]
+
+    def stages(self, *axes: str) -> Stages | None:
+        """Return the same group's ranks on this node, and its ranks with this place on their nodes; None where its
+        collectives have one stage, because it lies on one node or has one rank on each."""
+        return self._stages[axes]
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks of a partition group, context ranks included."""
+        return self.layout.size(*PARTITION)
+
+    @property
+    def replicate_degree(self) -> int:
+        return self.layout.replicate
+
+    @property
+    def context_degree(self) -> int:
+        return self.layout.context
+
+    @property
+    def tensor_degree(self) -> int:
+        return self.layout.tensor
+
+    @property
+    def pipeline_degree(self) -> int:
+        return self.layout.pipeline
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.layout.coordinate(self.rank, "pipeline")
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        return self.device_mesh["shard"]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The ranks that hold parts of one layer; there only where they are several."""
+        return self.device_mesh["tensor"]
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The partition group."""
+        return self.group(*PARTITION)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shard. Nothing but sums of gradients uses its communicator."""
+        return self.group("replicate")
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """Ranks that compute the same layers, tensor ranks included: they begin with equal values."""
+        return self.group(*SAME_MODEL)
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """Ranks whose gradients are added up: they hold different tokens. Counts of tokens are added up over them."""
+        return self.group(*GRADIENTS)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that read different samples, in the order of :attr:`data_rank`. Counts of samples are added up over
+        them."""
+        return self.group(*DATA)
+
+    @property
+    def shard_ranks(self) -> Ranks:
+        """Global ranks of the partition group."""
+        return self.layout.ranks(self.rank, *PARTITION)
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        return _world_group()
+
+    @property
+    def gradient_degree(self) -> int:
+        """Ranks whose gradients are added up: what sums are divided by."""
+        return self.layout.size(*GRADIENTS)
+
+    @property
+    def model_degree(self) -> int:
+        """Ranks of :attr:`model_group`."""
+        return self.layout.size(*SAME_MODEL)
+
+    @property
+    def shard_rank(self) -> int:
+        return self.layout.coordinate(self.rank, *PARTITION)
+
+    @property
+    def replicate_rank(self) -> int:
+        return self.layout.coordinate(self.rank, "replicate")
+
+    @property
+    def context_rank(self) -> int:
+        return self.layout.coordinate(self.rank, "context")
+
+    @property
+    def batch_degree(self) -> int:
+        """Ranks that read the same batch: neighbours, and the same ranks of other pipeline stages."""
+        return self.layout.world_size // self.data_size
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.layout.size(*DATA)
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.coordinate(self.rank, *DATA)
+
+
+def _world_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
+
+
+def _can_split(backend: Any) -> bool:
+    """Return whether the default group can be split: NCCL can, once it is connected."""
+    return _world_group().bound_device_id is not None and bool(getattr(backend, "supports_splitting", False))
+
+
+class _Groups:
+    """Process groups by their ranks, each made once."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._uneven: dict[tuple[Ranks, ...], dist.ProcessGroup] = {}
+        self._unused: list[dist.ProcessGroup] = []
+        backend: Any = _world_group()._get_backend(device)
+        # torch's fake groups have none.
+        self._limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        self._splits = _can_split(backend)
+
+    def know(self, group: dist.ProcessGroup) -> None:
+        if self._limit is not None:
+            group.set_timeout(self._limit)
+        self._known[tuple(dist.get_process_group_ranks(group))] = group
+        self._unused.append(group)
+
+    def connect(self) -> None:
+        """Use each group that was made since the last call. Collective."""
+        # For large tensors NCCL takes other ways, which it connects apart.
+        sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
+        for group in self._unused:
+            for size in sizes:
+                dist.all_reduce(torch.zeros(size, device=self._device), group=group)
+        self._unused.clear()
+
+    def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
+        """Return the one this rank is in. All are made, on every rank in the same order as torch.distributed wants
+        it."""
+        mine = next(ranks for ranks in groups if self._rank in ranks)
+        if len({len(ranks) for ranks in groups}) > 1:
+            # Some ranks may know theirs of another axis, and others not.
+            if tuple(groups) not in self._uneven:
+                self._uneven[tuple(groups)] = self.make(groups)
+            return self._uneven[tuple(groups)]
+        if mine not in self._known:
+            self._known[mine] = self.make(groups)
+        return self._known[mine]
+
+    def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
+        """Make the same, with a communicator of its own."""
+        if self._splits:
+            own = dist.split_group(split_ranks=[list(ranks) for ranks in groups], timeout=self._limit)
+            assert own is not None, "every rank is in one of the groups of an axis"
+        else:
+            made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
+            own = next(group for ranks, group in made.items() if self._rank in ranks)
+        self._unused.append(own)
+        return own
+
+    def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
+        """Return this rank's groups of the two stages of its group (:func:`smp_core.cluster.layout.stages`)."""
+        both = stages(groups, topology)
+        return None if both is None else (self.own(both[0]), self.own(both[1]))

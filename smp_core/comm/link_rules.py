@@ -1,0 +1,204 @@
+"""Rules that follow measured links (``SMP_LINKS``): one stage or two, and how many units are in flight.
+
+``collectives.hierarchical="auto"``: the predicted times of a model's units are added up
+(:mod:`smp_core.cluster.links`), for the ways its gradients and parameters go: gathers and reductions of a partition
+group that spans nodes, or the sum across replicas that share nodes. Without a measurement two stages, which send fewer
+bytes over the slow link, stay.
+
+``forward_prefetch``, ``backward_prefetch``, ``reduce_scatter_buffers`` of ``collectives``: while a message of n bytes
+is on its way, the link of latency L and bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in
+flight keep it busy,
+at least one and at most ``MOST_IN_FLIGHT``, since each takes memory. n is the message of the median unit: the shard of
+one rank, as it travels. The link is what was measured for gathers (prefetching) or reductions (buffers): between nodes
+where the partition group spans them in two stages, over all ranks where it does so in one, inside a node otherwise.
+Without a measurement the depth is FSDP2's own.
+
+Newer torch versions have more of FSDP2's options than others; what this torch, this device or the group's communication
+objects cannot do is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import torch
+
+from smp_core.cluster.layout import PARTITION, Layout
+from smp_core.cluster.links import (
+    LINKS_VARIABLE,
+    PLACES,
+    Collectives,
+    LinkFit,
+    Links,
+    Place,
+    gather_seconds,
+    reduce_seconds,
+    replica_sum_seconds,
+)
+from smp_core.codecs.codec import CodeName, codec
+from smp_core.config import SmpConfig
+from smp_core.engine.layout_rules import replicas_share_nodes, two_stages
+from smp_core.plan.cluster import Cluster
+from smp_core.plan.draft import Draft
+from smp_core.plan.shapes import Shapes
+from smp_core.sharding.dtype_rules import dtype_of
+from smp_core.torch_facts.compat import FSDP_METHODS
+
+MOST_IN_FLIGHT = 4
+
+# What a knob's "auto" is without a measurement: FSDP2's own behaviour.
+_OWN = {"forward_prefetch": 0, "backward_prefetch": 1, "reduce_scatter_buffers": 1}
+
+
+def units_in_flight(link: LinkFit, message_bytes: float) -> int:
+    """Return how many messages of this size cover latency x bandwidth of the link: between 1 and ``MOST_IN_FLIGHT``."""
+    if message_bytes <= 0:
+        return 1
+    return min(max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT)
+
+
+def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, payload: CodeName | None) -> None:
+    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured.
+
+    Args:
+        payload: of sums across replicas; None: as they are.
+    """
+    knobs, links, degree = draft.knobs, cluster.links, layout.size(*PARTITION)
+    of_partition = two_stages(degree, cluster.topology)
+    several = of_partition or replicas_share_nodes(degree, cluster.topology)
+    if knobs.asked("collectives.hierarchical") != "auto" or not several or not shapes.unit_elements:
+        return
+    if links is None or links.flat is None:
+        return
+    gathered = dtype_of(knobs.param_dtype) or shapes.dtype
+    reduced = dtype_of(knobs.reduce_dtype) or gathered
+    one = two = 0.0
+    for elements in shapes.unit_elements:
+        if of_partition:
+            found = _partition_seconds(links, degree, knobs, elements, gathered, reduced)
+        else:
+            compressed = compression(payload, reduced, elements)
+            found = [replica_sum_seconds(links, degree, elements * reduced.itemsize, compressed)]
+        one += sum(in_one for in_one, _ in found)
+        two += sum(in_two for _, in_two in found)
+    what = "gathers and sums of a micro-batch" if of_partition else "sums across replicas"
+    why = f"by {LINKS_VARIABLE}, {what} take {1e3 * one:.3g} ms in one stage and {1e3 * two:.3g} ms in two"
+    draft.settle("collectives.hierarchical", two <= one, why)
+
+
+def _partition_seconds(
+    links: Links, degree: int, knobs: SmpConfig, elements: int, gathered: torch.dtype, reduced: torch.dtype
+) -> list[tuple[float, float]]:
+    """Return a unit's gathers over the partition group, and its reduction: (in one stage, in two) of each."""
+    compressed = compression(knobs.compression.gather, gathered, elements)
+    gather = gather_seconds(links, degree, elements * gathered.itemsize, compressed)
+    compressed = compression(knobs.compression.reduce_codes, reduced, elements)
+    sums = reduce_seconds(links, degree, elements * reduced.itemsize, compressed)
+    # Backward gathers over the whole group again only where nothing is kept after forward.
+    return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
+
+
+def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> float:
+    """Return bytes that ``elements`` elements take on the wire, as a share of what they take in their dtype."""
+    return min(codec(payload).size(elements) / (elements * dtype.itemsize), 1.0) if payload and elements else 1.0
+
+
+def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:
+    """Resolve how many units are in flight, and FSDP2's other options about communication. What was asked for by value
+    is checked first; "auto" follows.
+
+    Raises:
+        ValueError: an option that this torch, device or configuration does not have.
+    """
+    degree = layout.size(*PARTITION)
+    for knob in FSDP_METHODS:
+        asked = getattr(draft.knobs.collectives, knob)
+        if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
+            continue
+        if degree == 1:
+            why = "shard_degree=1: nothing is gathered or reduced in a partition group"
+            draft.settle(f"collectives.{knob}", _OWN.get(knob, False), why)
+            continue
+        missing = missing_option(draft.knobs, knob, layout, cluster)
+        if missing:
+            raise ValueError(
+                f"collectives.{knob}={asked!r}: {missing}; write collectives={{{knob!r}: "
+                f"{1 if knob in _OWN else 'false'}}}"
+            )
+    if draft.knobs.collectives.symmetric_memory:
+        why = "torch's own collectives in the partition group, which the meter does not count"
+        draft.settle("collectives.symmetric_memory", True, why)
+    for knob in _OWN:
+        if getattr(draft.knobs.collectives, knob) == "auto":
+            draft.settle(f"collectives.{knob}", *_by_links(knob, draft.knobs, shapes, layout, cluster))
+
+
+def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, cluster: Cluster) -> tuple[int, str]:
+    topology, degree = cluster.topology, layout.size(*PARTITION)
+    if degree == 1:
+        return _OWN[knob], "shard_degree=1: nothing is gathered"
+    between = topology.spans_nodes(layout.ranks(0, *PARTITION))
+    measured = _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
+    if measured is None:
+        nodes, k = topology.num_nodes, topology.ranks_per_node
+        return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
+    place, link = measured[0], measured[1].all_gather
+    elements = statistics.median_low(shapes.unit_elements)
+    dtype = dtype_of(knobs.param_dtype) or shapes.dtype
+    payload: CodeName | None = knobs.compression.gather
+    if knob == "reduce_scatter_buffers":
+        missing = missing_option(knobs, knob, layout, cluster)
+        if missing:
+            return _OWN[knob], missing
+        link = measured[1].reduce_scatter
+        dtype, payload = dtype_of(knobs.reduce_dtype) or dtype, knobs.compression.reduce_codes
+    message = elements * dtype.itemsize * compression(payload if between else None, dtype, elements) / degree
+    count = units_in_flight(link, message)
+    at_most = f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else ""
+    return count, (
+        f"by {LINKS_VARIABLE}, {link.latency * link.bandwidth / 1024:.0f} KiB are on their way {PLACES[place]}, a "
+        f"unit's message has {message / 1024:.0f} KiB{at_most}"
+    )
+
+
+def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> tuple[Place, Collectives] | None:
+    """Return the slowest link that a gather over the partition group uses, where it was measured."""
+    links = cluster.links
+    if links is None:
+        return None
+    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
+    place: Place = "intra" if not between else "flat" if not in_stages and links.flat is not None else "inter"
+    measured: Collectives | None = getattr(links, place)
+    return None if measured is None else (place, measured)
+
+
+def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
+    """Return why FSDP2's option can do nothing here; None: it can."""
+    method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
+    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
+    if method not in cluster.fsdp_methods:
+        return f"torch {torch.__version__} has no FSDPModule.{method}"
+    if cluster.device != "cuda":
+        return f"it is about streams and NCCL, and the device is {cluster.device}, where reductions are synchronous"
+    if knob == "separate_reduce_scatter_group":
+        if in_stages:
+            return "collectives in two stages have groups of their own; collectives.hierarchical=false has one stage"
+        if knobs.compression.reduce_codes and cluster.topology.spans_nodes(layout.ranks(0, *PARTITION)):
+            return "compression.reduce does not reduce over FSDP2's group"
+    if knob == "symmetric_memory":
+        if in_stages:
+            return (
+                "collectives in two stages are torch-smp's own, not NCCL's symmetric ones; "
+                "collectives.hierarchical=false has one"
+            )
+        if type(knobs.reshard_after_forward) is int:
+            return (
+                f"reshard_after_forward={knobs.reshard_after_forward} keeps copies that gathers of torch-smp's own make"
+            )
+        for other in ("gather", "reduce_codes"):
+            if getattr(knobs.compression, other):
+                return f"compression.{other.removesuffix('_codes')} sends payloads of torch-smp's own"
+        if knobs.collectives.reduce_scatter_buffers not in (1, "auto"):
+            return "torch keeps one buffer of symmetric memory; collectives.reduce_scatter_buffers has to be 1"
+    return None

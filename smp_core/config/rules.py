@@ -1,0 +1,119 @@
+"""Which knobs of SmpConfig go together, and what is said about a name that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from smp_core.config import values as read
+from smp_core.config.other_strategies import argument_of_another
+from smp_core.config.recipes import RECIPES, Compression
+from smp_core.config.smp_parameters import SMP_OPTIONS
+
+
+def contradictions(asked: Any) -> Iterator[str]:
+    """Yield what is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
+    degree, context, kept = asked.shard_degree, asked.context_parallel_degree, asked.reshard_after_forward
+    if isinstance(degree, int) and context > degree:
+        yield (
+            f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "
+            f"the partition group: write shard_degree={context} or more, or context_parallel_degree={degree}"
+        )
+    elif isinstance(degree, int) and degree % context:
+        allowed = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
+        yield f"context_parallel_degree={context} does not divide shard_degree={degree}; allowed: {allowed}"
+    if isinstance(degree, int) and type(kept) is int and degree % kept:
+        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        yield f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}"
+    if asked.keep_between_micro_batches == "parameters" and kept not in ("auto", False):
+        yield (
+            "keep_between_micro_batches='parameters' keeps parameters gathered from one micro-batch to the next, and "
+            f"reshard_after_forward={kept!r} frees them before that; write reshard_after_forward='auto', or "
+            "keep_between_micro_batches='shards'"
+        )
+    yield from _of_memory(asked)
+    yield from _of_fp8(asked)
+    yield from _of_compression(asked.compression)
+
+
+def _of_memory(asked: Any) -> Iterator[str]:
+    if asked.activations.offload and asked.activations.checkpoint == "none":
+        yield (
+            "activations.offload=true offloads the inputs of checkpointed modules, but activations.checkpoint='none'; "
+            "write activations={'checkpoint': 'full', 'offload': true} (or another mode), or leave offload out"
+        )
+    if asked.optimizer_shard == "world" and asked.state_offload == "all":
+        yield (
+            "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps "
+            "them in host memory; write state_offload='optimizer', or optimizer_shard='shard'"
+        )
+    needs = {"optimizer_shard": "world", "state_offload": "optimizer"}
+    for knob in [knob for knob, value in needs.items() if getattr(asked, knob) == value and not asked.master_dtype]:
+        yield (
+            f"master_dtype=None: {knob}={needs[knob]!r} steps float32 masters of half precision parameters; leave "
+            f"master_dtype out, or leave {knob} out"
+        )
+    if asked.checkpoint.async_save and asked.checkpoint.full_state_dict:
+        yield (
+            "checkpoint.async_save=True has no effect with checkpoint.full_state_dict=True: whole tensors are gathered "
+            "by all ranks while training waits; write checkpoint='full', or checkpoint='async' and bring a file back "
+            "with `smp checkpoint consolidate`"
+        )
+    if asked.checkpoint.memory_every_n_steps and asked.checkpoint.full_state_dict:
+        yield (
+            f"checkpoint.memory_every_n_steps={asked.checkpoint.memory_every_n_steps} keeps each rank's shards, and "
+            "checkpoint.full_state_dict=True saves whole tensors; write full_state_dict=false, or leave "
+            "memory_every_n_steps out"
+        )
+
+
+def _of_fp8(asked: Any) -> Iterator[str]:
+    if asked.fp8 is None:
+        return
+    if asked.fp8.backend == "transformer_engine" and asked.activations.checkpoint != "none":
+        yield (
+            "fp8.backend='transformer_engine' has other scales when it recomputes activations; write "
+            "activations='none', or fp8={'backend': 'native'}"
+        )
+    if asked.fp8.fp8_all_gather and asked.compression.gather is not None:
+        yield (
+            f"compression.gather={asked.compression.gather!r}: with fp8 weights travel in FP8 already; "
+            "leave it at none, or write fp8={'fp8_all_gather': false}"
+        )
+
+
+def _of_compression(asked: Compression) -> Iterator[str]:
+    if asked.error_feedback is True and asked.reduce_codes is None:
+        yield (
+            "compression.error_feedback=true adds back what codes of gradients round off; write compression="
+            "{'reduce': 'int8'} or {'reduce': 'int4'} too"
+        )
+    for field in ("gather_inside_nodes", "gather_after_steps", "gather_exclude"):
+        if getattr(asked, field) and asked.gather is None:
+            yield (
+                f"compression.{field} says how compression.gather works; write compression={{'gather': 'int8'}} or "
+                "{'gather': 'fp8'} too"
+            )
+
+
+def unknown_knob(name: str, known: Iterable[str], *, arguments: Iterable[str] = ()) -> ValueError:
+    """Return the complaint about a name that is not a knob, with what to write: the knob that it is a field of, the
+    nearest knob, the way to read an option of SMP, or what stands in the place of another strategy's argument.
+
+    Args:
+        known: the knobs.
+        arguments: what else could have been meant where the name was written: the other arguments of a class.
+    """
+    if other := argument_of_another(name):
+        return other
+    if name in SMP_OPTIONS:
+        return ValueError(
+            f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
+            f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
+        )
+    holders = [recipe.KNOB for recipe in RECIPES.values() if name in recipe.readers()]
+    if holders:
+        spelled = " or ".join(f"{knob}={{{name!r}: ...}}" for knob in holders)
+        return ValueError(f"{name!r} is a field of a knob; write {spelled}")
+    what = "argument" if arguments else "knob"
+    return read.unknown_name(what, name, (*known, *arguments), listed_in="docs/configuration.md")

@@ -1,0 +1,1 @@
+"""The real sharded model without values: the child processes of `smp plan --dry-run` and of a plan's traces."""

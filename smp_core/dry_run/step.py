@@ -1,0 +1,279 @@
+"""A dry run: a step of the real sharded model on rank 0 of a fake process group, without values, on one CPU.
+
+    python -m smp_core.dry_run.step QUESTION ANSWER     files of :mod:`smp_core.planner.dry_run`
+
+The model is built with fake tensors, made parallel by the ``parallelize_model`` that a training uses, and trained for
+three steps: the first makes optimizer states and FSDP2's buffers, the second finds where most is allocated, the third
+stops there and asks what each storage is (:mod:`smp_core.dry_run.allocations`). The process group's backend is torch's
+fake one, whose collectives do nothing and which takes the way of an accelerator's through our communication objects.
+
+Differs from a GPU: memory of several streams that the allocator cannot use again, temporaries of the optimizer (one
+tensor at a time here), kernels that keep other tensors for backward; attention over split sequences is a flash kernel's
+here, in any dtype.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.tensor import DTensor
+
+from smp_core.config import SmpConfig
+from smp_core.context_parallel import attention
+from smp_core.context_parallel.active import SplitBatch, enabled
+from smp_core.dry_run.allocations import Allocations
+from smp_core.dry_run.without_values import (
+    LATEST,
+    at_once,
+    devices_attention,
+    noted,
+    real_meshes,
+    told_by_stages,
+    undivided,
+)
+from smp_core.engine.conversions import mesh_of, parallelize_model
+from smp_core.engine.decide import decide
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.pipeline.messages import Format
+from smp_core.pipeline.rules import Stages
+from smp_core.plan.chain.recording import with_chain
+from smp_core.plan.shapes import Shapes
+from smp_core.planner.dry_run import RUN_KINDS, DryRun, Question
+from smp_core.planner.model_source import Source, build
+from smp_core.planner.trace import scores_kept
+from smp_core.sharding.gradients.accumulation import AccumulationWindow
+
+# Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adam": torch.optim.Adam,
+    "adam-amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "rmsprop": torch.optim.RMSprop,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass
+class _Rank:
+    """The rank that runs.
+
+    Attributes:
+        allocated: storage -> "gathered" or "other", of buffers that communication objects allocated; of one that is
+            allocated at the moment under ``LATEST``.
+    """
+
+    source: Source
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    question: Question
+    allocated: dict[int, str]
+    split: SplitBatch | None = None
+
+    def step(self) -> None:
+        question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
+        if pipeline is not None:
+            calls = [self._loss] * pipeline.micro_batches
+            for _ in range(question.count // pipeline.micro_batches):
+                pipeline.train(calls, lambda loss: loss, 1.0, None, lambda _: enabled(self.split))
+            window.close()
+        else:
+            for number in range(question.count):
+                with window.accumulate(number < question.count - 1), enabled(self.split):
+                    self._loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _loss(self) -> torch.Tensor:
+        if self.split is not None:
+            return self.source.loss_of(self.split.batch)
+        return self.source.loss(self.question.micro_batch, self.question.sequence)
+
+    # The storages of each kind
+
+    def parameters(self) -> list[torch.Tensor]:
+        parallel = self.parallel
+        if not parallel.units:
+            return list(parallel.module.parameters())
+        named = dict(parallel.module.named_parameters())
+        sharded = [parameter for unit in parallel.units for parameter in unit.parameters()]
+        return [*sharded, *(named[name] for name in parallel.plan.replicated)]
+
+    def states(self) -> list[torch.Tensor]:
+        entries = [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
+        world = self.parallel.window.world
+        shards = [] if world is None else world.shards
+        masters = [master for shard in shards if not shard.on_host for master in shard.masters]
+        return [*(value for value in entries if isinstance(value, torch.Tensor)), *masters]
+
+    def unsharded(self) -> list[torch.Tensor]:
+        return [tensor for unit in self.parallel.units for tensor in unit.unsharded()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        own = [each.grad for each in self.parameters() if each.grad is not None]
+        unsharded = [gradient for unit in self.parallel.units for gradient in unit.unsharded_gradients()]
+        window = self.parallel.window
+        assert isinstance(window, AccumulationWindow)
+        return [*own, *unsharded, *window.held()]
+
+    def _root_sizes(self) -> set[int]:
+        """Return the bytes of embeddings and heads: their gradients wait in autograd's buffers where they are tied."""
+        roots = [unit for unit in self.parallel.units if unit.is_root]
+        found = (tensor for unit in roots for tensor in unit.unsharded() if tensor.ndim > 1)
+        return {tensor.numel() * tensor.element_size() for tensor in found}
+
+    def kinds_of(self, sizes: Mapping[int, int]) -> dict[str, int]:
+        """Add up storages by kind; what nothing else claims is activations. Host memory is left out."""
+        config = self.parallel.config
+        parameters = "host" if config.state_offload == "all" else "parameters"
+        optimizer = "host" if config.state_offload else "optimizer"
+        known: dict[int, str] = dict(self.allocated)
+        if LATEST in known:
+            known[list(sizes)[-1]] = known[LATEST]
+        for kind, tensors in (
+            ("gathered", [*self.unsharded(), *self.parallel.traffic.parts()]),
+            ("gradients", self.gradients()),
+            ("other", list(self.parallel.module.buffers())),
+            (optimizer, self.states()),
+            (parameters, self.parameters()),
+        ):
+            known |= dict.fromkeys(map(id, _storages(tensors)), kind)
+        found = Counter[str]()
+        roots = self._root_sizes()
+        for address, size in sizes.items():
+            kind = known.get(address, "activations")
+            if kind == "activations":
+                kind = "gradients" if size in roots else kind
+            found[kind] += size
+        return {kind: found[kind] for kind in RUN_KINDS}
+
+
+def rehearse(question: Question) -> DryRun:
+    """Run a configuration in this process, with process groups of its own: as rank 0, and as the first rank of each
+    pipeline stage of which no earlier one takes as much memory.
+
+    Raises:
+        ValueError: knobs or a model that cannot be run.
+    """
+    asked = SmpConfig(**question.knobs)
+    if asked.fp8 is not None:
+        raise ValueError("fp8: a dry run has no FP8 yet; leave --dry-run out")
+    if question.optimizer not in _OPTIMIZERS:
+        raise ValueError(
+            f"optimizer={question.optimizer!r}: a dry run steps optimizers of torch: {', '.join(_OPTIMIZERS)}; "
+            "plan with one of them that keeps as many states, or leave --dry-run out"
+        )
+    formats: list[Format] = []
+    first, stages = _as_first_of(0, question, asked, formats)
+    others = [] if stages is None else [_as_first_of(n, question, asked, formats)[0] for n in stages.unlike[1:]]
+    return replace(first, others=tuple(others))
+
+
+def _as_first_of(
+    stage: int, question: Question, asked: SmpConfig, formats: list[Format]
+) -> tuple[DryRun, Stages | None]:
+    """Run as the first rank of a stage; return the stages, too. The first of them notes formats for the others."""
+    devices, began = question.hardware.devices, time.process_time()
+    dist.init_process_group("fake", rank=stage * devices // asked.pipeline_parallel_degree, world_size=devices)
+    before = torch.get_default_dtype()
+    try:
+        with told_by_stages(formats):
+            found, of_plan = _rehearsed(question, asked)
+        return replace(found, stage=stage, seconds=time.process_time() - began), of_plan
+    finally:
+        torch.set_default_dtype(before)
+        dist.destroy_process_group()
+
+
+def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
+    hardware, allocated = question.hardware, dict[int, str]()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with at_once(), undivided(), real_meshes(), devices_attention(), noted(allocated), scores_kept():
+        with fake:
+            torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
+            source = build(question.model, question.sequence, question.fields)
+            shapes = Shapes.of(source.model, asked, source.entry)
+            if asked.pipeline_parallel_degree > 1:
+                shapes = with_chain(shapes, source.model)
+            plan = decide(shapes, asked, hardware.cluster())
+        in_stages = plan.knobs.pipeline.microbatches if plan.stages is not None else 1
+        if isinstance(in_stages, int) and question.count % in_stages:
+            raise ValueError(f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}")
+        mesh = mesh_of(plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu"))  # of real tensors
+        with fake:
+            parallel = parallelize_model(source.model, mesh, plan)
+            optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
+            parallel.prepare_optimizer(optimizer)
+            rank = _Rank(source, parallel, optimizer, question, allocated, _split(source, parallel, question))
+            return _watched(rank, hardware.devices), plan.stages
+
+
+def _split(source: Source, parallel: ParallelModel, question: Question) -> SplitBatch | None:
+    """Split a batch over context ranks. Where its documents begin is a question of values, and it has some."""
+    if parallel.context is None:
+        return None
+    with unset_fake_temporarily():
+        return parallel.context.split(source.batch(question.micro_batch, question.sequence))
+
+
+def _watched(rank: _Rank, ranks: int) -> DryRun:
+    with Allocations([]):
+        rank.step()
+    tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
+    before = _storages(tensors)
+    with Allocations(before, inside=attention.INSIDE) as first:
+        rank.step()
+    memory: dict[str, int] = {}
+    rank.parallel.meter.close_step()
+
+    def note(sizes: Mapping[int, int]) -> None:
+        there = sum(sizes.values())
+        if abs(there - first.highest) > first.highest / 1000:
+            raise ValueError(f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}")
+        memory.update(rank.kinds_of(sizes))
+
+    with Allocations(before, first.highest_at, note, attention.INSIDE) as second:
+        rank.step()
+    rank.parallel.meter.close_step()
+    metered = rank.parallel.meter.per_step().items()
+    sent = {name.removesuffix("_bytes"): value for name, value in metered if name.endswith("_bytes") and "/" in name}
+    calls: dict[str, tuple[int, int]] = {}
+    for (kind, group, n_bytes), times in second.collectives.items():
+        count, total = calls.get(f"{kind} over {len(group)}", (0, 0))
+        calls[f"{kind} over {len(group)}"] = (count + times, total + times * n_bytes)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, ranks, 0.0, resident)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+
+
+def _main(asked: str, out: str) -> None:
+    torch.set_num_threads(1)
+    found: list[DryRun | ValueError] = []
+    for question in pickle.loads(Path(asked).read_bytes()):
+        try:
+            found.append(rehearse(question))
+        except (ValueError, NotImplementedError) as error:
+            found.append(ValueError(str(error)))
+    Path(out).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The engine: everything about one model is decided once, then done once."""

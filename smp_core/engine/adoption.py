@@ -1,0 +1,79 @@
+"""adopt_sharded_model(): what parallelize_model() adds, for a model that came sharded (smp_core/sharding/given.py)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.comm.meter import CommMeter
+from smp_core.comm.traffic import Traffic
+from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.engine.conversions import change_this_process, follow_window, move_plain_tensors
+from smp_core.engine.decide import Plan
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.sharding.forward_methods import register_forward_methods
+from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled
+from smp_core.sharding.fsdp_options import apply_fsdp_options
+from smp_core.sharding.given import NativeWindow
+from smp_core.sharding.given_rules import GivenSharding
+from smp_core.sharding.gradients.accumulation import AccumulationWindow
+from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
+
+
+def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding) -> ParallelModel:
+    """Do what :func:`smp_core.engine.conversions.parallelize_model` does besides sharding, to a pre-sharded model. In
+    place; collective over the world.
+
+    A model on a 1-D mesh gets communication objects, replica all-reduce and window, and the first replica's weights.
+    On a 2-D mesh FSDP2's own replica all-reduce is the window, and nothing is metered. Both get losses in chunks.
+
+    Args:
+        given: how it came (:func:`smp_core.sharding.given.given_sharding`).
+
+    Raises:
+        ValueError: partition groups other than the mesh's.
+    """
+    if list(mesh.shard_ranks) != list(given.ranks):
+        raise ValueError(
+            f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "
+            f"shard_degree={given.degree} with consecutive ranks, or 'auto'"
+        )
+    knobs = plan.knobs
+    change_this_process(mesh)
+    replaced = ReplacedParameters(model)
+    if knobs.chunked_cross_entropy is not None:
+        chunk_losses(model, knobs.chunked_cross_entropy)
+    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    broadcast_from_rank_0(plain, mesh.device, mesh.gradient_group)
+    broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)
+    move_plain_tensors(model, mesh.device)
+    replaced.settle(model)
+    traffic = Traffic(mesh, meter, plan)
+    if given.two_dimensional:
+        torchs = NativeWindow(model)
+        follow_window(model, torchs)
+        calls = Calls(model, mesh.shard_ranks)
+        return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic)
+    _first_replicas_weights(model, mesh)
+    units = adopt_units(model, plan.units, traffic)
+    explain_uncalled(units)
+    apply_fsdp_options(model, knobs)
+    calls = Calls(model, mesh.shard_ranks, units)
+    register_forward_methods(model, units, calls, knobs.forward_methods)
+    window = AccumulationWindow(model, units, traffic, plan, calls)
+    follow_window(model, window)
+    return ParallelModel(model, tuple(units), window, calls, replaced, mesh, plan, meter, traffic)
+
+
+@torch.no_grad()
+def _first_replicas_weights(model: nn.Module, mesh: SmpMesh) -> None:
+    if mesh.replicate_degree == 1:
+        return
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.to_local().numel() > 0:
+            dist.broadcast(parameter.to_local(), group_src=0, group=mesh.replicate_group)

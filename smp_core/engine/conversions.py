@@ -1,0 +1,422 @@
+"""parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
+conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
+
+1.  _leave_out: what other pipeline stages hold, before anything is made of it; rank 0 sends each stage its own
+2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
+4.  share_sequences: attention over the ranks that share sequences
+5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+6.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
+7.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+8.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
+9.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
+10. lay_out_contiguously: shards are stretches of a parameter's rows
+11. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+12. shard_units: fully_shard of blocks, then roots, with our communication objects
+13. apply_fsdp_options: how far ahead units are gathered
+14. materialize: what is on the meta device, shard by shard
+15. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+16. move_plain_tensors: what FSDP2 does not manage, to the device
+17. register_forward_methods: methods besides forward that gather
+18. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+19. AccumulationWindow: gradients from here on, with the hop across replicas
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, save_activations
+from smp_core.cluster.agreement import of_all_ranks
+from smp_core.cluster.layout import Layout
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.comm.flat import FlatMaxReduce
+from smp_core.comm.meter import CommMeter
+from smp_core.comm.traffic import Traffic
+from smp_core.config import SmpConfig
+from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config.recipes import DelayedInit
+from smp_core.context_parallel.active import try_call
+from smp_core.context_parallel.build import share_sequences
+from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.engine.compiled import compile_blocks
+from smp_core.engine.decide import Plan
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.fp8.backends import convert_with
+from smp_core.fp8.convert import Fp8Model, convert_to_fp8
+from smp_core.pipeline.rules import Stages
+from smp_core.pipeline.stage import leave_out_other_stages
+from smp_core.pipeline.stand_ins import Played, played_of
+from smp_core.pipeline.step import Pipeline
+from smp_core.pipeline.tied import TiedGradients
+from smp_core.plan.units import units_with
+from smp_core.sharding.forward_methods import register_forward_methods
+from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
+from smp_core.sharding.fsdp_options import apply_fsdp_options
+from smp_core.sharding.gradients.accumulation import AccumulationWindow
+from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors
+from smp_core.sharding.optimizer.shards import WorldSharding
+from smp_core.sharding.optimizer.zero_grad import drop_with_zero_grad
+from smp_core.sharding.pickling import refuse_to_pickle_shards
+from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.scalars import reduce_scalars
+from smp_core.sharding.weights.cast_parameters import CastParameters
+from smp_core.sharding.weights.delayed_init import materialize
+from smp_core.sharding.weights.load_state_dict import load_own_parts
+from smp_core.sharding.weights.random_values import draw_whole_tensors
+from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0, send_to_stages
+from smp_core.tensor_parallel.apply import apply_tensor_parallel
+from smp_core.tensor_parallel.inspection import Inspected, inspect
+from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.split_model import SplitModel
+from smp_core.tensor_parallel.whole_gradients import WholeGradients
+from smp_core.topology import Topology
+from smp_core.torch_facts.absent import is_absent
+from smp_core.watch.explanations import explain_uncaught_errors
+
+logger = logging.getLogger("smp")
+
+
+def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
+    """Make the groups of a layout that was settled, as its knobs have them. Collective over the world."""
+    keep = knobs.reshard_after_forward
+    return SmpMesh.build(
+        layout,
+        topology,
+        device,
+        in_stages=knobs.asked("collectives.hierarchical") is not False,
+        secondary=keep if type(keep) is int else None,
+    )
+
+
+def parallelize_model(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, *, init_fn: Callable[[nn.Module], None] | None = None
+) -> ParallelModel:
+    """Do to a model what was decided about it. In place; collective over the world.
+
+    Args:
+        model: on any device or on meta. What is on meta is initialised shard by shard, keyed by parameter name and
+            ``delayed_init.seed``; everything else becomes what rank 0 holds.
+        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+
+    Returns:
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+
+    Raises:
+        ValueError: a method of ``forward_methods`` that there is not, and what conversions refuse.
+    """
+    knobs = plan.knobs
+    change_this_process(mesh)
+    replaced = ReplacedParameters(model)
+    hooked = _require_same_hooks(replaced, plan)
+    _require_methods(model, plan)
+    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    whole_plan, plan = plan, plan.of_stage(mesh.stage)
+    traffic = Traffic(mesh, meter, plan)
+
+    # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
+    played: dict[str, Played] = {}
+    inspected = _inspected(model, mesh, whole_plan)
+    if plan.stages is not None:
+        played = played_of(model, plan.stages.chain)
+        _leave_out(model, mesh, plan.stages)
+    fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
+    tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter, inspected)
+    context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
+    if knobs.chunked_cross_entropy is not None:
+        chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
+    recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
+    casts = CastParameters(model, plan.replicated_casts, recomputed)
+    saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
+    if knobs.compile is not None:
+        compile_blocks(model, plan)
+    _stand_around_blocks(tensor, plan)
+
+    # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
+    if plan.gathers or knobs.optimizer_shard == "world":
+        lay_out_contiguously(model)
+    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
+    units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, None if fp8 is None else fp8.gather_of)
+    apply_fsdp_options(model, knobs)
+    explain_uncalled(units)
+    if plan.shapes.on_meta:
+        states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
+        materialize(model, states_on, seed=(knobs.delayed_init or DelayedInit()).seed, init_fn=init_fn)
+    if plan.dtypes.masters:
+        store_masters(model, plan, units)
+    move_plain_tensors(model, mesh.device)
+    replaced.settle(model)
+
+    # Calls into it, and its gradients from here on.
+    calls = Calls(model, mesh.shard_ranks, units, casts.shown)
+    if units:
+        register_forward_methods(model, units, calls, knobs.forward_methods)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
+    alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
+    veto = None if fp8 is None else fp8.state.nonfinite
+    window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
+    follow_window(model, window)
+    _start_scales(fp8, mesh, meter)
+    parts = (mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+    return ParallelModel(model, tuple(units), window, calls, replaced, *parts)
+
+
+def _require_methods(model: nn.Module, plan: Plan) -> None:
+    """Refuse methods that there are not, also where nothing is gathered and none has to be registered."""
+    for method in plan.knobs.forward_methods:
+        units_with(model, plan.units, method)
+
+
+def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
+    """Return whether any parameter has hooks, on all ranks alike. Collective over the world.
+
+    Raises:
+        ValueError: on some ranks only, or of a parameter of which two pipeline stages have a part of the gradient each.
+    """
+    hooked = sorted(replaced.hooked)
+    by_rank = of_all_ranks(hooked)
+    for rank, names in enumerate(by_rank):
+        differing = sorted(set(names).symmetric_difference(by_rank[0]))
+        if differing:
+            raise ValueError(
+                f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on one of the ranks 0 "
+                f"and {rank} only; all ranks take part in what it sees: register it on all, and let it write on rank 0"
+            )
+    tied = [] if plan.stages is None else [name for name in hooked if name in plan.stages.tied]
+    if tied:
+        raise ValueError(
+            f"pipeline_parallel_degree={plan.knobs.pipeline_parallel_degree}: {tied[0]} is tied between the first and "
+            "the last stage, and a hook would see one stage's part of its gradient; untie the weights, leave out the "
+            "hook, or write pipeline_parallel_degree=1"
+        )
+    return bool(hooked)
+
+
+def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
+    """Keep this rank's pipeline stage of the model. The stage's first rank gets rank 0's values of it, which the others
+    get from that one like those of a model without stages."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    send_to_stages([(tensor, stages.owners.get(name, range(stages.count))) for name, tensor in named], mesh)
+    leave_out_other_stages(model, mesh, stages)
+
+
+def _join_stages(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    meter: CommMeter,
+    tensor: SplitModel | None,
+    units: Sequence[ShardedUnit],
+    played: Mapping[str, Played],
+    window: Callable[[], AccumulationWindow],
+) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
+    """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
+    if plan.stages is None:
+        return None, nullcontext
+    # Stages behind the first see no other sequences than the parts that they receive.
+    replaced = (lambda _: None) if tensor is None else tensor.axis.begin
+    recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced, try_call)
+    if not plan.stages.tied:
+        return pipeline, nullcontext
+    ends = mesh.between_stages((0, plan.stages.count - 1))
+    if ends is None:
+        return pipeline, nullcontext
+    by_name = dict(model.named_parameters())
+    tied = [by_name[name] for name in plan.stages.tied]
+    return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), lambda: window().world).added_up
+
+
+def change_this_process(mesh: SmpMesh) -> None:
+    """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
+    those of unsharded tensors, random ones included, unsharded tensors may be operands beside them, and errors that
+    others raise about them are explained."""
+    refuse_to_pickle_shards()
+    reduce_scalars()
+    draw_whole_tensors(mesh)
+    compute_with_unsharded_tensors()
+    explain_uncaught_errors()
+
+
+def follow_window(model: nn.Module, window: Window) -> None:
+    """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the window holds, too."""
+    drop_with_zero_grad(model, window.zero_grad)
+    load_own_parts(model, lambda: window.world)
+
+
+def _keep_alike(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    tensor: SplitModel | None,
+    finishing: Callable[[], AbstractContextManager[None]],
+    world: Callable[[], WorldSharding | None],
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return what is entered around setting gradients: it keeps those of parameters that tensor ranks hold whole equal
+    on all of them, where sums travel in codes, and has tensor ranks learn between which blocks tokens stay split."""
+    if tensor is None:
+        return finishing
+    whole = [model.get_parameter(name) for name in tensor.whole]
+
+    def stepped() -> Sequence[torch.Tensor]:
+        masters = world()
+        return whole if masters is None else masters.stepped(whole)
+
+    gradients = None
+    if plan.knobs.compression.reduce_codes is not None:
+        gradients = WholeGradients(tensor.axis, mesh.device, stepped)
+
+    @contextlib.contextmanager
+    def alike() -> Iterator[None]:
+        with finishing():
+            yield
+        if gradients is not None:
+            gradients.take_the_first_ranks()
+        tensor.learn()
+
+    return alike
+
+
+def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
+    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run before stages cut it."""
+    recipe = plan.knobs.tensor_parallel
+    if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
+        return None
+    return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
+
+
+def _split_layers(
+    model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter, inspected: Inspected | None
+) -> SplitModel:
+    """Split layers over tensor ranks, from rank 0's weights."""
+    mesh = traffic.mesh
+    broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
+    recipe = plan.knobs.tensor_parallel
+    axis = TensorAxis(mesh.group("tensor"), meter, recipe.overlap)
+    split = apply_tensor_parallel(
+        model,
+        mesh.tensor_mesh,
+        axis,
+        plan=inspected or recipe.plan,
+        sequence_parallel=recipe.sequence_parallel,
+        whole=plan.replicated,  # by all units that share it
+        chunked_loss=plan.knobs.chunked_cross_entropy is not None,
+    )
+    by_name = dict(model.named_parameters())
+    shared = [name for name in plan.replicated if isinstance(by_name[name], DTensor)]
+    if shared:
+        raise ValueError(
+            f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
+            "write units={'min_parameters': 0}, or a tensor_parallel.plan that leaves its layers whole"
+        )
+    # Equal on tensor ranks, and not so any more if codes were made of them together with weights that differ.
+    traffic.gather_exactly(split.whole)
+    return split
+
+
+def _stand_around_blocks(tensor: SplitModel | None, plan: Plan) -> None:
+    if tensor is not None:
+        tensor.stand_around_blocks(in_stages=plan.stages is not None)
+
+
+def _to_fp8(
+    model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
+) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
+    if recipe.backend == "native":
+        return _converted_on_every_stage(model, mesh, recipe), nullcontext
+    other = convert_with(model, recipe, mesh.device, mesh.gradient_group)
+    for name, reason in other.left_out.items():
+        logger.info("fp8: left out: %s (%s)", name, reason)
+    return None, other.region
+
+
+def _converted_on_every_stage(model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe) -> Fp8Model | None:
+    """Convert layers to FP8; a pipeline stage that has none to convert is an error on all ranks."""
+    if mesh.pipeline_degree == 1:
+        return convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
+    fp8, problem = None, ""
+    try:
+        fp8 = convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
+    except ValueError as error:
+        problem = f"pipeline stage {mesh.stage}: {error}"
+    for told in filter(None, of_all_ranks(problem)):
+        raise ValueError(told)
+    return fp8
+
+
+def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
+    """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens or
+    features."""
+    if fp8 is None:
+        return
+
+    def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
+        reduce = FlatMaxReduce(metered)
+
+        def all_reduce_max(amax: torch.Tensor) -> None:
+            if mesh.model_degree > 1:
+                reduce(amax, mesh.model_group)
+
+        return all_reduce_max
+
+    fp8.device, fp8.group = mesh.device, mesh.model_group
+    if mesh.pipeline_degree > 1:
+        fp8.stages = mesh.group("pipeline")
+    # What is sent before the first step belongs to none.
+    fp8.all_reduce_max = maximum_by(CommMeter(mesh.topology, mesh.rank, enabled=False))
+    fp8.refresh_weights()
+    fp8.all_reduce_max = maximum_by(meter)
+
+
+def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
+    """Yield the replicated parameters, and all buffers."""
+    by_name = dict(model.named_parameters())
+    for names in plan.replicated_parameters:
+        yield from (by_name[name] for name in names)
+    yield from model.buffers()
+
+
+@torch.no_grad()
+def lay_out_contiguously(model: nn.Module) -> None:
+    """Make parameters contiguous that are transposed or in ``channels_last``: shards are stretches of a parameter's
+    rows."""
+    others = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_contiguous()}
+    for parameter in others.values():
+        parameter.data = parameter.data.contiguous()
+    if others:
+        logger.info("made contiguous, as shards are: %s", ", ".join(others))
+
+
+@torch.no_grad()
+def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) -> None:
+    """Store trainable half precision parameters in float32: the weights that the optimizer steps. They are computed
+    with in their own dtype (:meth:`Plan.computed_in`, :attr:`Plan.replicated_casts`)."""
+    for unit in units:
+        unit.store_masters()
+    for name in plan.replicated:
+        parameter = model.get_parameter(name)
+        if not is_absent(parameter) and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype:
+            parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
+    """Move replicated parameters, and buffers of modules outside every unit, to ``device``: FSDP2 moves what it
+    manages."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.device.type != device.type and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(module, name, buffer.to(device))

@@ -1,0 +1,316 @@
+"""ParallelModel: the handle of a parallelized module, which both faces, loops of one's own and checkpoints use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
+from smp_core.checkpoint.optimizers import named_optimizer_state
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.comm.meter import CommMeter
+from smp_core.comm.traffic import Traffic
+from smp_core.config import SmpConfig
+from smp_core.config.table import lines_about_asked, table_as_text
+from smp_core.context_parallel.batch import ContextParallel
+from smp_core.engine.decide import Plan
+from smp_core.fp8.convert import Fp8Model
+from smp_core.pipeline.states import states_of_all_stages
+from smp_core.pipeline.step import Pipeline
+from smp_core.plan.memory import describe_stages
+from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
+from smp_core.sharding.gradients.divergence import require_same_collectives
+from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.optimizer.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.optimizer.prepared import prepare_optimizer
+from smp_core.sharding.optimizer.shards import like, local_of, master_dtype
+from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.weights.unsharded import unsharded
+from smp_core.tensor_parallel.split_model import SplitModel
+from smp_core.torch_facts.absent import is_absent
+from smp_core.torch_facts.module_names import clean_name
+from smp_core.torch_facts.stepped import load_host_master, model_parameter, with_host_master
+
+logger = logging.getLogger("smp")
+
+REPORT_LINES = 15
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelModel:
+    """A parallelized model with what steps it.
+
+    Attributes:
+        module: what this rank computes of it: all, or its pipeline stage's layers.
+        units: its sharded units.
+        window: the gradients between a step's first micro-batch and the step.
+        calls: who shows its parameters, inside of calls and between them.
+        replaced: the parameters of before sharding.
+        plan: what was decided about it, and why.
+        fp8: scales of FP8 layers of ours; None without.
+        context: splits its batches where ranks share sequences; None elsewhere.
+        tensor: what is split over tensor ranks; None without.
+        pipeline: the pipeline that this rank has a stage of; None without.
+        fp8_region: makes the context that another library's FP8 layers want around forward.
+    """
+
+    module: nn.Module
+    units: tuple[ShardedUnit, ...]
+    window: Window
+    calls: Calls
+    replaced: ReplacedParameters
+    mesh: SmpMesh
+    plan: Plan
+    meter: CommMeter
+    traffic: Traffic
+    activations: ActivationMemory = NO_ACTIVATION_MEMORY_SAVED
+    fp8: Fp8Model | None = None
+    context: ContextParallel | None = None
+    fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+    tensor: SplitModel | None = None
+    pipeline: Pipeline | None = None
+
+    @property
+    def config(self) -> SmpConfig:
+        """The knobs in effect, with what was asked and why."""
+        return self.plan.knobs
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``method`` of the module (``training_step``) with the module's own parameters unsharded."""
+        if self.window.world is not None:
+            self.window.world.follow_flags()
+        with self.fp8_region():
+            try:
+                for unit in self.units:
+                    if unit.module is self.module and unit.parameter_names:
+                        return self.calls.run_as_forward(unit, method, *args, **kwargs)
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                name_uncalled(error, self.units)
+                raise
+
+    def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit unsharded.
+        Collective."""
+        name = next(name for name, module in self.module.named_modules() if module is submodule)
+        holding = [unit for unit in self.units if f"{name}.".startswith(f"{unit.name}." if unit.name else "")]
+        if not holding:
+            return submodule(*args, **kwargs)
+        unit = max(holding, key=lambda unit: len(unit.name))
+        return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
+
+    def reshard(self) -> None:
+        """Free unsharded parameters, e.g. after an evaluation or before weights are loaded."""
+        reshard(self.module.modules())
+        self.traffic.weights_changed()
+
+    @contextmanager
+    def unsharded(self, module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let the model or a part of it be a plain module inside the block, for code that one rank runs alone. Only
+        where weights are sharded and nothing more can it be called there; otherwise a call raises ``RuntimeError``.
+
+        Args:
+            values: unsharded weights on the host, by the names of ``module``.
+        """
+        config = self.config
+        degrees = {
+            "context_parallel_degree": config.context_parallel_degree,
+            "tensor_parallel_degree": config.tensor_parallel_degree,
+            "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        }
+        split = [f"{knob}={degree}" for knob, degree in degrees.items() if degree != 1]
+        if config.fp8 is not None:
+            split.append("fp8")
+        refusal = ""
+        if split:
+            refusal = (
+                f"{type(module).__name__.removeprefix('FSDP')} was called on one rank alone while its weights were "
+                f"saved, and with {', '.join(split)} all ranks compute it together; save without calling it, or load "
+                "what was saved into a plain model and call that"
+            )
+        self.calls.unsharded = True
+        try:
+            with unsharded(module, values, refusal):
+                yield
+        finally:
+            self.calls.unsharded = False
+
+    def require_same_collectives(self) -> None:
+        """Compare what ranks that share parameters issued, where no window closes: after an evaluation. Collective.
+
+        Raises:
+            RanksDiverged: they took different ways through the model; on all ranks.
+        """
+        require_same_collectives(self.traffic.issued, self.mesh)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks (see :func:`smp_core.sharding.optimizer.grad_norm.clip_grad_norm_`); closes
+        the window if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
+        self.window.close()
+        return clip_grad_norm_(
+            self.stepped(parameters),
+            max_norm,
+            norm_type=norm_type,
+            masters_over=self.mesh.gradient_group,
+            on_nonfinite=self.config.on_nonfinite_grad_norm,
+            **self.over_stages(),
+        )
+
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
+        return grad_norm(
+            self.stepped(parameters),
+            masters_over=self.mesh.gradient_group,
+            norm_type=norm_type,
+            **self.over_stages(),
+        )
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other pipeline stages of what this rank holds a part of; None without stages."""
+        return None if self.pipeline is None else self.pipeline.group
+
+    def over_stages(self) -> dict[str, Any]:
+        """Return the arguments of norms over pipeline stages
+        (:func:`smp_core.sharding.optimizer.grad_norm.grad_norm`)."""
+        return {} if self.pipeline is None else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
+
+    def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return what holds the gradients of these parameters (default all; also those of before sharding): with
+        ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
+        given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
+        return list(given) if self.window.world is None else self.window.world.stepped(given)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer has any of this model's parameters, those of before sharding included."""
+        own = set(map(id, self.module.parameters()))
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, for checkpoints: that of all pipeline stages. Collective over
+        these (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
+        named = named_optimizer_state(self.module, optimizer)
+        if self.pipeline is None:
+            return named
+        return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.pipeline.group)
+
+    @torch.no_grad()
+    def model_state(self) -> dict[str, Any]:
+        """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
+        ``optimizer_shard="world"`` or the host keep finer weights than parameters, copies of those. Collective with
+        the first."""
+        # As DCP's function for it, which walks through the model once for each name.
+        state: dict[str, Any] = self.module.state_dict()
+        for name in list(state):
+            clean = clean_name(name)
+            if clean != name:
+                state[clean] = state.pop(name)
+        for name, weight in self._finer_weights().items():
+            if name in state:
+                state[name] = weight
+        return state
+
+    @torch.no_grad()
+    def take_model_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what was loaded into the tensors of :meth:`model_state`."""
+        loaded = {p: state[name] for name, p in self._parameters_by_name().items() if name in state}
+        if self.window.world is not None:
+            self.window.world.take_weights({id(parameter): value for parameter, value in loaded.items()})
+        elif self._masters_on_host:
+            for parameter, value in loaded.items():
+                if value.dtype != parameter.dtype:
+                    local_of(parameter).copy_(local_of(value))
+                    load_host_master(parameter, local_of(value))
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def _finer_weights(self) -> dict[str, torch.Tensor]:
+        parameters = self._parameters_by_name()
+        if self.window.world is not None:
+            finer = self.window.world.weights()
+            return {name: finer[id(p)] for name, p in parameters.items() if id(p) in finer}
+        half = {p for p in parameters.values() if self._masters_on_host and p.requires_grad and not is_absent(p)}
+        half -= {p for p in half if p.dtype == master_dtype(p)}
+        made = {p: like(p, with_host_master(p), on_host=True) for p in half}
+        return {name: made[p] for name, p in parameters.items() if p in made}
+
+    @property
+    def _masters_on_host(self) -> bool:
+        on_host = self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
+        return on_host and not self.plan.dtypes.masters
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
+        """Make an optimizer over this model's parameters right for them
+        (:mod:`smp_core.sharding.optimizer.prepared`). Collective over the world.
+
+        One that was made from the parameters of before sharding gets those of now. With ``optimizer_shard="world"`` it
+        steps masters of this rank's part from now on; ``state_dict`` and ``load_state_dict`` are collective then. With
+        ``state_offload="optimizer"`` it steps on the host. ``step`` closes an open window.
+
+        Args:
+            others: further models whose parameters it steps.
+
+        Returns:
+            False if it was prepared before, and nothing was to be done.
+
+        Raises:
+            ValueError: parameters of no model, an optimizer that cannot step shards, ``optimizer_shard="world"`` and
+                one that looks across a tensor or across tensors, pipeline stages and one that looks across tensors,
+                states that cannot be saved.
+        """
+        models = (self, *others)
+        prepared = prepare_optimizer(optimizer, models)
+        for model in models:
+            if prepared and model.fp8 is not None:
+                model.fp8.follow(optimizer)
+        return prepared
+
+    def describe(self) -> str:
+        """Return a few lines for people: the layout, the units, what is replicated."""
+        lines = [*self.plan.describe(), *describe_stages(self.plan)]
+        if self.tensor is not None:
+            lines.append(self.tensor.describe())
+        lines += self.activations.describe()
+        if self.fp8 is not None:
+            lines.append(self.fp8.describe())
+        return "\n".join(lines)
+
+    def report(self) -> str:
+        """Return at most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked
+        for. All knobs, with reasons, go to the logger "smp" at DEBUG."""
+        lines = self.describe().splitlines()
+        asked = lines_about_asked(self.config, SmpConfig())
+        room = max(REPORT_LINES - len(lines) - 1, 1)
+        if len(asked) > room:
+            asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", table_as_text(self.config))
+            return "\n".join([*lines, *asked])
+        return "\n".join([*lines, *asked, 'all knobs and reasons: logging.getLogger("smp").setLevel("DEBUG")'])
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
+        saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
+        (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
+        saved: list[torch.Tensor] = []
+        for module in self.module.modules():
+            passing = module._non_persistent_buffers_set
+            saved += [buffer for name, buffer in module.named_buffers(recurse=False) if name not in passing]
+        broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
+        if self.pipeline is not None:
+            buffers = dict(self.module.named_buffers(remove_duplicate=False))
+            for name, stage in self.pipeline.stages.buffers.items():
+                broadcast_from_rank_0([buffers[name]], self.mesh.device, self.pipeline.group, source=stage)

@@ -1,0 +1,193 @@
+"""The one entry: from a model and knobs to a parallel model.
+
+look      Shapes of the model, Cluster of the machines
+decide    a Plan: pure, the same on every rank
+agree     every rank was given the same knobs, links and model, and none refuses
+mesh      the process groups of its layout
+do        parallelize_model(), or adopt_sharded_model() for one that came sharded
+
+Beside it :func:`memory_tier`, which a run with the same knobs keeps its newest state in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from smp_core.checkpoint.memory.tier import MemoryTier
+from smp_core.cluster.agreement import agreed, of_rank_0
+from smp_core.cluster.layout import Layout
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.config import SmpConfig
+from smp_core.engine.adoption import adopt_sharded_model
+from smp_core.engine.auto_degree import decide_with_smallest_degree
+from smp_core.engine.conversions import mesh_of, parallelize_model
+from smp_core.engine.decide import TRAINERS_OWN, Plan, decide
+from smp_core.engine.layout_rules import settle_layout
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.pipeline.rehearsal import rehearse
+from smp_core.plan.chain.recording import with_chain
+from smp_core.plan.cluster import Cluster
+from smp_core.plan.draft import Draft
+from smp_core.plan.shapes import Shapes
+from smp_core.plan.units import Entry
+from smp_core.planner.auto_plan import RunningStep, plan_run
+from smp_core.sharding.dtype_rules import Precision
+from smp_core.sharding.fsdp import given_units, require_internals
+from smp_core.sharding.given import given_sharding
+from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
+
+logger = logging.getLogger("smp")
+
+_DECIDES_SHARDS = ("shard_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "optimizer_shard")
+
+
+def parallelize(
+    model: nn.Module,
+    asked: SmpConfig,
+    *,
+    device: torch.device | str = "cpu",
+    topology: Topology | None = None,
+    mesh: SmpMesh | None = None,
+    entry: Entry = "forward",
+    precision: Precision = TRAINERS_OWN,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    init_fn: Callable[[nn.Module], None] | None = None,
+    accumulated: int = 1,
+) -> ParallelModel:
+    """Shard a model, and everything else that the knobs ask for. In place; collective over the world.
+
+    Args:
+        model: on any device or on meta; or sharded by FSDP2 already, which it keeps.
+        device: this rank's.
+        topology: default: the ranks are asked where they sit.
+        mesh: an earlier model's, to be used again; ``device`` and ``topology`` are its own then.
+        entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
+        precision: what the trainer's precision means for dtypes.
+        optimizers: that step this model, where they are known already; ``shard_degree="auto"`` plans memory for them.
+        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+        accumulated: micro-batches of an optimizer step; ``plan="auto"`` plans for them.
+
+    Returns:
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+
+    Raises:
+        ValueError: what :func:`smp_core.engine.decide.decide` and :func:`smp_core.engine.conversions.parallelize_model`
+            refuse, ranks that were given different configurations or models; on all ranks.
+        RuntimeError: this torch lacks something of FSDP2 that is needed (:func:`require_internals`).
+    """
+    device = torch.device(device) if mesh is None else mesh.device
+    topology = topology or (Topology.discover() if mesh is None else mesh.topology)
+    require_internals()
+    given = given_sharding(model)
+    observe = Cluster.observer(topology, device)
+    if mesh is not None and (asked.shard_degree == "auto" or asked.plan is not None):
+        asked = _as_before(asked, mesh)
+    elif asked.plan is not None and given is None:
+        asked = _planned(model, asked, observe, RunningStep(device, entry, precision, accumulated, tuple(optimizers)))
+
+    def settle() -> Plan:
+        if given is not None:
+            shapes = Shapes.with_units(model, given_units(model))
+            return decide(shapes, asked, observe(), given=given, precision=precision)
+        shapes = _shapes_of(model, asked, entry)
+        if asked.shard_degree == "auto":
+            plan = decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
+        else:
+            plan = decide(shapes, asked, observe(), precision=precision)
+        if plan.stages is not None:
+            rehearse(model, plan.stages)
+        return plan
+
+    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
+    if mesh is None:
+        mesh = mesh_of(plan.knobs, plan.layout, topology, device)
+    elif given is None:
+        _require_layout(mesh, plan)
+    _warn(plan, mesh.rank)
+    if given is not None:
+        return adopt_sharded_model(model, mesh, plan, given)
+    return parallelize_model(model, mesh, plan, init_fn=init_fn)
+
+
+def _shapes_of(model: nn.Module, asked: SmpConfig, entry: Entry) -> Shapes:
+    shapes = Shapes.of(model, asked, entry)
+    return with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
+
+
+def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
+    """Make the mesh before there is a model. Collective over the world.
+
+    Args:
+        asked: ``shard_degree`` is a number, "node" or "world".
+
+    Returns:
+        the mesh, and the knobs of the layout as they take effect.
+
+    Raises:
+        ValueError: degrees that do not fit the world, ranks that were given different configurations; on all ranks.
+    """
+
+    def settle() -> tuple[Draft, Layout]:
+        draft = Draft(asked)
+        return draft, settle_layout(draft, topology)
+
+    draft, layout = agreed(asked, settle)
+    return mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
+
+
+def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, inside: str = "") -> MemoryTier:
+    """Make what ``checkpoint.memory_every_n_steps`` keeps a run's newest state in. Collective over the world.
+
+    Args:
+        asked: the knobs as they were given: degrees that follow the launch become others where nodes are lost.
+        saves_to, by, inside: the folder of the run's checkpoints, who saves there, and the name of a checkpoint inside
+            its folder (:class:`smp_core.checkpoint.memory.tier.MemoryTier`).
+
+    Raises:
+        CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
+    """
+    layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
+    posed = RANKS_PER_NODE_VARIABLE in os.environ
+    return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
+
+
+def _warn(plan: Plan, rank: int) -> None:
+    for line in plan.warnings if rank == 0 else ():
+        logger.warning("%s", line)
+
+
+def _planned(model: nn.Module, asked: SmpConfig, observe: Callable[[], Cluster], step: RunningStep) -> SmpConfig:
+    """Return the knobs with those that rank 0 plans. Collective."""
+    agreed(asked, lambda: True)  # a knob that only another rank was given would be planned over
+    decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
+    return asked.with_asked("the plan", **decision.knobs).with_resolved("plan", asked.plan, decision.why)
+
+
+def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
+    """Return the knobs with the degrees of an earlier model's mesh, where they were open. A further model is not
+    planned."""
+    before = "as the model before"
+    degrees = {"shard_degree": mesh.shard_degree}
+    if asked.plan is not None:
+        degrees["context_parallel_degree"] = mesh.context_degree
+        degrees["tensor_parallel_degree"] = mesh.tensor_degree
+        asked = asked.with_resolved("plan", None, "an earlier model was planned; this one has its degrees")
+    for knob, degree in degrees.items():
+        if knob not in asked.given or getattr(asked, knob) == "auto":
+            asked = asked.with_resolved(knob, degree, before)
+    return asked
+
+
+def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
+    if mesh.layout != plan.layout:
+        raise ValueError(
+            f"shard_degree={plan.shard_degree}, context_parallel_degree={plan.layout.context}, tensor_parallel_degree="
+            f"{plan.layout.tensor} and pipeline_parallel_degree={plan.layout.pipeline}, but the mesh of the model "
+            f"before has {mesh.shard_degree}, {mesh.context_degree}, {mesh.tensor_degree} and {mesh.pipeline_degree}; "
+            "write the same, or shard_degree='auto'"
+        )

@@ -1,0 +1,1 @@
+"""What comes from outside and goes there: files that others may have made, the terminal, other packages."""

@@ -1,0 +1,1 @@
+"""What was decided, as data: no process group, no module, no collective."""

@@ -1,0 +1,217 @@
+"""Shapes: the facts about a model that decisions use: names, shapes and dtypes, and which modules its units are. No
+tensors, no modules; the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.plan.chain.chain import Chain
+from smp_core.plan.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
+from smp_core.plan.units import Entry, WrapPlan, plan_units
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter.
+
+    Attributes:
+        name: its first in the model.
+        shape: of the whole tensor.
+        split_dim: in which tensor ranks split it, if they divide it; None: each holds all of it. A trace of split
+            layers knows; without one, matrices are taken to be split.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    split_dim: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether ranks hold rows of it; 0-d and empty parameters are replicated."""
+        return self.elements > 0 and bool(self.shape)
+
+    def over(self, degree: int) -> ParameterShape:
+        """Return what one of so many tensor ranks holds of it."""
+        dim = self.split_dim
+        if dim is None or self.shape[dim] % degree:
+            return self
+        return replace(self, shape=(*self.shape[:dim], self.shape[dim] // degree, *self.shape[dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model as :func:`smp_core.engine.decide.decide` sees it.
+
+    Attributes:
+        kind: the model's class, for messages.
+        parameters: each once, in the model's order.
+        units: which modules become FSDP units, and what stays replicated.
+        checkpointed: modules that ``activations.checkpoint`` names.
+        units_recomputed: names of units inside a checkpointed module, by the name of that module.
+        checkpoints_itself: the model has recomputation of its own switched on.
+        on_meta: something of it is on the meta device.
+        buffer_bytes: of all buffers.
+        aliases: further names of parameters -> their first name.
+        chain: the blocks in the order they run in; recorded where there are pipeline stages.
+    """
+
+    kind: str
+    parameters: tuple[ParameterShape, ...]
+    units: WrapPlan
+    checkpointed: tuple[CheckpointedModule, ...] = ()
+    checkpoints_itself: bool = False
+    on_meta: bool = False
+    buffer_bytes: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+    chain: Chain | None = None
+
+    def __post_init__(self) -> None:
+        for unit in self.units.units:
+            for name in unit.parameters:
+                if self.aliases.get(name, name) not in self.by_name:
+                    raise ValueError(f"units name the parameter {name!r}, which {self.kind} does not have")
+
+    @classmethod
+    def of(cls, model: nn.Module, asked: SmpConfig, entry: Entry = "forward") -> Shapes:
+        """Read a model that is not sharded yet; its tensors may be on the meta device.
+
+        Args:
+            asked: ``units`` and ``activations.checkpoint`` choose modules.
+            entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
+
+        Raises:
+            ValueError: a rule of units or checkpointing that matches nothing, a model without parameters.
+        """
+        units = plan_units(model, asked, entry=entry)
+        # A rule that matches nothing is an error also where the model's own checkpointing will take its place.
+        itself = asked.activations.checkpoint != "none" and checkpoints_itself(model)
+        checkpointed = () if itself else tuple(plan_checkpointing(model, units.blocks, asked.activations.checkpoint))
+        return cls.with_units(model, units, checkpointed, itself)
+
+    @classmethod
+    def with_units(
+        cls,
+        model: nn.Module,
+        units: WrapPlan,
+        checkpointed: Sequence[CheckpointedModule] = (),
+        checkpoints_itself: bool = False,
+    ) -> Shapes:
+        """Read a model whose units are known.
+
+        Raises:
+            ValueError: torchao's quantised weights.
+        """
+        for name, parameter in model.named_parameters():
+            _refuse_quantized(name, parameter)
+        first_names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        aliases = {
+            name: first_names[parameter]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name != first_names[parameter]
+        }
+        parameters = tuple(
+            ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad, p.ndim - 2 if p.ndim > 1 else None)
+            for name, p in model.named_parameters()
+        )
+        return cls(
+            type(model).__name__,
+            parameters,
+            units,
+            tuple(checkpointed),
+            checkpoints_itself,
+            on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
+            buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+            aliases=aliases,
+        )
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterShape]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def over(self, degree: int) -> Shapes:
+        """Return what one of so many tensor ranks holds."""
+        if degree == 1:
+            return self
+        if degree not in self._over:
+            held = tuple(parameter.over(degree) for parameter in self.parameters)
+            self._over[degree] = replace(self, parameters=held)
+        return self._over[degree]
+
+    @cached_property
+    def _over(self) -> dict[int, Shapes]:
+        return {}
+
+    @cached_property
+    def elements(self) -> int:
+        """Count those of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @cached_property
+    def unit_elements(self) -> list[int]:
+        """Elements of each unit that has parameters."""
+        sizes = [sum(self.of_name(name).elements for name in unit.parameters) for unit in self.units.units]
+        return [size for size in sizes if size]
+
+    @cached_property
+    def alike(self) -> list[tuple[ParameterShape, bool, int]]:
+        """Parameters of one shape, dtype and kind together: the first of them, whether they are of a unit, how many.
+        A planner asks for their bytes thousands of times."""
+        of_units = {name for unit in self.units.units for name in unit.parameters}
+        found: dict[tuple[Any, ...], list[ParameterShape]] = {}
+        for each in self.parameters:
+            kind = (each.shape, each.dtype, each.trainable, each.name in of_units)
+            found.setdefault(kind, []).append(each)
+        return [(same[0], kind[-1], len(same)) for kind, same in found.items()]
+
+    @cached_property
+    def alike_units(self) -> list[tuple[bool, tuple[ParameterShape, ...], int]]:
+        """Units whose parameters are alike: whether they are roots, what one of them gathers, how many. A tied
+        parameter is gathered once, with the first unit that it is in; 0-d ones are not gathered."""
+        counted: set[str] = set()
+        found: dict[tuple[Any, ...], list[tuple[ParameterShape, ...]]] = {}
+        # Roots last: they hold what no other unit holds.
+        for unit in sorted(self.units.units, key=lambda unit: unit.is_root):
+            own = [each for each in map(self.of_name, unit.parameters) if each.name not in counted and each.shape]
+            counted.update(each.name for each in own)
+            kind = (unit.is_root, tuple((each.shape, each.dtype) for each in own))
+            found.setdefault(kind, []).append(tuple(own))
+        return [(kind[0], same[0], len(same)) for kind, same in found.items()]
+
+    @cached_property
+    def stages(self) -> dict[Any, Any]:
+        """Figures of pipeline stages of this model: a planner asks for the same ones thousands of times
+        (:mod:`smp_core.pipeline.rules`)."""
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first parameter, which most others have too."""
+        return next((parameter.dtype for parameter in self.parameters), torch.float32)
+
+    def of_name(self, name: str) -> ParameterShape:
+        return self.by_name[self.aliases.get(name, name)]
+
+
+def _refuse_quantized(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a weight of torchao's, a tensor of several tensors, which cannot be sharded or sent to other ranks."""
+    kind = type(parameter)
+    if kind.__module__.split(".")[0] == "torchao":
+        raise ValueError(
+            f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent between "
+            "ranks; prepare the model with its weights in bfloat16, of which each rank holds a part (frozen ones "
+            "too), and quantise what was trained"
+        )

@@ -1,0 +1,389 @@
+"""Which modules become FSDP units, and which parameters cannot live in one.
+
+A unit's parameters are gathered in one collective and its gradients reduced in one. The plan is made before anything
+is sharded, so that what FSDP2 would refuse later (a parameter tied across units, two trainable dtypes in one unit,
+0-d parameters) is settled here:
+
+- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
+  and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
+  reach ``units.min_parameters``;
+- roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
+  callable children, and itself only where it owns parameters, or where these children share a unit;
+- optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
+  parameters belong to the unit around them, a root if there is no other. FSDP2 gathers that one on all ranks, and
+  reduces it when the pass is over, whoever used what;
+- a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
+- replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from smp_core.config import SmpConfig
+from smp_core.plan.towers import towers
+from smp_core.torch_facts.module_names import compiled_of, uncompiled
+
+logger = logging.getLogger("smp")
+
+# Their forward computes with parameters of modules inside without calling these (an attention's out_proj; all of an
+# encoder layer on its fast path), so that none of them can be a unit of its own.
+_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, ParametrizationList)
+
+Entry = Literal["forward", "steps", "children"]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A module to be wrapped: its name in the model ("" for the model itself) and the names of its parameters. Names,
+    because conversions between planning and sharding exchange modules."""
+
+    name: str
+    parameters: tuple[str, ...]
+    is_root: bool
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """Units, innermost first; names of replicated parameters; for the log, how the blocks were chosen; names of the
+    outermost blocks in the model's order, for activation checkpointing; and names of the optional modules."""
+
+    units: tuple[PlannedUnit, ...]
+    replicated: tuple[str, ...]
+    why: str
+    blocks: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward") -> WrapPlan:
+    """Decide the units of ``model``.
+
+    Args:
+        entry: what a step calls. ``"forward"``: the model itself, which is the root. ``"steps"``: methods of it
+            (``training_step``, run through ``run_as_forward`` of its unit): each callable child is a root, unless the
+            model owns parameters itself; then it is the root above them. ``"children"``: the same, but the model's own
+            parameters are replicated, because backward runs in the middle of a step (manual optimization).
+
+    Raises:
+        ValueError: ``units`` or ``units.optional`` name what matches nothing, or ``"auto"`` finds nothing; the model
+            has no parameters.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks, why = _blocks(model, config)
+    blocks = _compiled_whole(model, blocks)
+    left_out = _optional(model, config)
+    optional = {inner for module in left_out for inner in module.modules()}
+    children = [] if entry == "forward" else [each for each in _callable_children(model) if each not in optional]
+    above_children = entry == "steps" and len(_outside(model, children)) > 0
+    roots = [model] if entry == "forward" or above_children else children
+    chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
+    if config.units.min_parameters > 0:
+        chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
+    chosen -= optional
+
+    replicated = _indivisible(model)
+    chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
+    owner = _owners(model, chosen)
+    tied = _tied_across_units(model, owner)
+    replicated |= tied
+    chosen |= _other_dtype_leaves(model, owner, replicated) - optional
+    owner = _owners(model, chosen)
+    tied |= _tied_across_units(model, owner)  # the new units may have cut a tie inside of one
+    replicated |= tied
+    replicated |= _second_dtypes(owner, replicated)
+
+    members: dict[nn.Module, list[str]] = defaultdict(list)
+    plain: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter in replicated or not owner[parameter]:
+            plain.append(name)
+        else:
+            members[next(iter(owner[parameter]))].append(name)
+    if not members and not plain:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    if _overlap(roots, chosen):
+        roots = [model]
+        chosen.add(model)
+    ordered = _children_first(model, {module for module in chosen if module in members or module in roots})
+    units = tuple(PlannedUnit(names[module], tuple(members[module]), module in roots) for module in ordered)
+    if tied:
+        shown = [name for name, parameter in model.named_parameters() if parameter in tied]
+        logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
+    optional_names = tuple(names[module] for module in left_out)
+    return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)), optional_names)
+
+
+def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
+    """Return the chosen modules, the last of the model first, and each behind all chosen ones inside it, as FSDP2 wants
+    it: a layer that several units share comes before the first of these."""
+    ordered: dict[nn.Module, None] = {}
+
+    def add(module: nn.Module) -> None:
+        for inner in reversed(list(module.modules())):
+            if inner in chosen and inner not in ordered and inner is not module:
+                add(inner)
+        ordered[module] = None
+
+    for module in reversed(list(model.modules())):
+        if module in chosen and module not in ordered:
+            add(module)
+    return list(ordered)
+
+
+def _overlap(roots: list[nn.Module], chosen: set[nn.Module]) -> bool:
+    """Return whether a unit lies in two of the roots, or is one of them inside of another."""
+    inside = [chosen.intersection(root.modules()) for root in roots]
+    return sum(map(len, inside)) > len(set().union(*inside))
+
+
+def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
+    """Yield the names of the blocks that are more than one layer of torch's own and lie in no other block."""
+    inside: set[nn.Module] = set()
+    wanted: set[nn.Module] = set()
+    for block in blocks:
+        has_children = next(block.children(), None) is not None
+        if has_children or not type(block).__module__.startswith("torch."):
+            wanted.add(block)
+    for module, name in names.items():
+        if module in wanted and module not in inside:
+            inside.update(module.modules())
+            yield name
+
+
+def _callable(module: nn.Module) -> bool:
+    """Return whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it
+    as an attribute of the instance.)"""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if _callable(child):
+            yield child
+        else:
+            yield from _callable_children(child)
+
+
+def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    return {parameter for parameter in model.parameters() if parameter.ndim > 0} - inside
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(uncompiled(module)).__name__
+
+
+def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Replace a block that torch.compile wraps by its wrapper: FSDP2's hooks inside would break its graph."""
+    wrapper = {inner: m for m in model.modules() if m is not model and (inner := compiled_of(m))}
+    return [wrapper.get(block, block) for block in blocks]
+
+
+def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
+    choose = config.units.modules
+    if choose == "auto":
+        return _auto_blocks(model)
+    if callable(choose):
+        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "units: a function"
+    found = [module for pattern in choose for module in _matching(model, "units", pattern)]
+    return found, f"units: {', '.join(choose)}"
+
+
+def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
+    """Return the modules that ``units.optional`` names."""
+    asked = config.units.optional
+    if asked != "auto":
+        return [module for pattern in asked for module in _matching(model, "units.optional", pattern)]
+    found = towers(model)
+    if not found:
+        children = ", ".join(repr(name) for name, _ in model.named_children())
+        raise ValueError(
+            f"units.optional='auto' finds nothing in {type(model).__name__}: it means sub-models of a Transformers "
+            "model that no token goes through, such as a vision tower. Name what ranks leave out: "
+            f"units={{'optional': ['visual', '*.adapter_*']}}, or leave it away. Its children: {children}"
+        )
+    return [model.get_submodule(name) for name in found]
+
+
+def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
+    """Return the modules inside the model of a class name, or by a glob over their names."""
+    matching = [
+        module
+        for name, module in model.named_modules()
+        if module is not model and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
+    ]
+    if not matching:
+        classes = sorted({_class_name(module) for module in model.modules()})
+        near = difflib.get_close_matches(pattern, classes, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{knob}={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
+            f"Its classes: {', '.join(classes)}"
+        )
+    return matching
+
+
+def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
+    declared = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    found = [module for module in model.modules() if _class_name(module) in declared]
+    if found:
+        return found, f"_no_split_modules: {', '.join(sorted({_class_name(m) for m in found}))}"
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = [child for child in module if any(True for _ in child.parameters())]
+        kinds = defaultdict(list)
+        for child in children:
+            kinds[_class_name(child)].append(child)
+        for alike in kinds.values():
+            # A repeated leaf (two Linear in a Sequential) is not a block: units of one small layer only add latency.
+            if len(alike) > 1 and all(any(True for _ in child.children()) for child in alike):
+                found += alike
+                inside.update(descendant for child in alike for descendant in child.modules())
+    if found:
+        return found, f"repeated blocks: {', '.join(sorted({_class_name(m) for m in found}))}"
+    return [], "no repeated blocks found: roots only"
+
+
+def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: list[nn.Module]) -> set[nn.Module]:
+    """Return the modules, innermost first, whose parameters outside smaller units reach the threshold."""
+    added: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        if isinstance(module, _READS_INSIDE):
+            own = sum(p.numel() for p in module.parameters())
+        else:
+            own += sum(visit(child) for child in module.children())
+        if module in chosen:
+            return 0
+        if own >= threshold and _callable(module) and module is not model:
+            added.add(module)
+            return 0
+        return own
+
+    for root in within:
+        visit(root)
+    return added
+
+
+def _indivisible(model: nn.Module) -> set[nn.Parameter]:
+    """Return the 0-d parameters and those without elements."""
+    return {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
+
+
+def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, None]]:
+    """Map each parameter to the innermost chosen modules that hold it (several only if it is tied across units)."""
+    owner: dict[nn.Parameter, dict[nn.Module, None]] = {parameter: {} for parameter in model.parameters()}
+
+    def visit(module: nn.Module, unit: nn.Module | None) -> None:
+        unit = module if module in chosen else unit
+        for parameter in module.parameters(recurse=False):
+            if unit is not None:
+                owner[parameter][unit] = None
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, None)
+    return owner
+
+
+def _leaves_tied_elsewhere(model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]) -> set[nn.Module]:
+    """Return the chosen modules that hold nothing but parameters tied with another unit: the unit around them can own
+    those."""
+    owner = _owners(model, chosen)
+    tied = {parameter for parameter, units in owner.items() if len(units) > 1}
+    return {module for module in chosen - keep if tied.issuperset(module.parameters())}
+
+
+def _tied_across_units(model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]) -> set[nn.Parameter]:
+    return {parameter for parameter, units in owner.items() if len(units) > 1}
+
+
+def _other_dtype_leaves(
+    model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> set[nn.Module]:
+    """Return the leaves whose trainable dtype is not the most common one of their unit."""
+    dtype_of = _main_dtypes(owner, replicated)
+    leaves: set[nn.Module] = set()
+    readers = [module for module in model.modules() if isinstance(module, _READS_INSIDE)]
+    read = {inner for outer in readers for inner in outer.modules() if inner is not outer}
+    for module in model.modules():
+        if module in read:
+            continue
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
+        if not own or not _callable(module):
+            continue
+        if all(owner[p] and p.dtype != dtype_of[next(iter(owner[p]))] for p in own):
+            leaves.add(module)
+    return leaves
+
+
+def _second_dtypes(
+    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Return what is left of two trainable dtypes in one module."""
+    dtype_of = _main_dtypes(owner, replicated)
+    return {
+        parameter
+        for parameter, units in owner.items()
+        if parameter.requires_grad
+        and parameter not in replicated
+        and any(parameter.dtype != dtype_of[unit] for unit in units)
+    }
+
+
+def _main_dtypes(
+    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> dict[nn.Module, torch.dtype]:
+    counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(lambda: defaultdict(int))
+    for parameter, units in owner.items():
+        for unit in units:
+            if parameter.requires_grad and parameter not in replicated:
+                counts[unit][parameter.dtype] += parameter.numel()
+    return {unit: max(by_dtype, key=lambda dtype: by_dtype[dtype]) for unit, by_dtype in counts.items()}
+
+
+class _Unit(Protocol):
+    """A planned unit or a sharded one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_root(self) -> bool: ...
+
+
+AnyUnit = TypeVar("AnyUnit", bound=_Unit)
+
+
+def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
+    """Return the units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it,
+    ``"encoder.encode"`` the named unit.
+
+    Raises:
+        ValueError: none has the method.
+    """
+    owner, _, method = entry.rpartition(".")
+    candidates = [unit for unit in units if (unit.name == owner if owner else unit.is_root)]
+    found = [unit for unit in candidates if callable(getattr(model.get_submodule(unit.name), method, None))]
+    if not found:
+        names = ", ".join(repr(unit.name) for unit in units if unit.name)
+        raise ValueError(
+            f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', units "
+            f"are: {names}"
+        )
+    return found

@@ -1,0 +1,241 @@
+"""Calibration: constants of the time model refitted on the log of a short run, and what was off by how much.
+
+The run is planned as it was (its degrees and knobs are in the log), and compared with what its monitor measured:
+
+    rates of links    bytes by seconds of collectives between nodes and inside them; seconds in which a rank waited for
+                      another are in them, so that a link is no slower than what comes out. Messages between pipeline
+                      stages are left out, which are waited for while another stage computes
+    efficiency        the one factor on the speed of products, attention and other operators with which the planned step
+                      takes as long as the measured one, by these links
+
+No share becomes larger than 1. A single step's time cannot tell more constants apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smp_core.config import SmpConfig
+from smp_core.config.recipe import nested
+from smp_core.engine.decide import Plan, decide
+from smp_core.outside.foreign_files import number, numbers
+from smp_core.plan.cluster import GIB
+from smp_core.planner.fitted import Fitted
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.stage_part import states_of
+from smp_core.planner.stage_time import step_model
+from smp_core.planner.step_memory import peak_memory, recomputation
+from smp_core.planner.workload import Workload
+from smp_core.run_log.read import Run, objects
+
+# Settings of the run that planned time and memory depend on; degrees come from its layout.
+_SETTINGS = (
+    *("keep_between_micro_batches", "reshard_after_forward", "optimizer_shard", "state_offload", "param_dtype"),
+    *("activations.checkpoint", "activations.offload", "chunked_cross_entropy"),
+    *("pipeline.schedule", "pipeline.microbatches"),
+)
+_LARGEST_FACTOR = 20.0
+_FEWEST_REPORTS = 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure as it was planned and as it was measured; None: the log does not have it."""
+
+    name: str
+    unit: str
+    planned: float
+    measured: float | None
+
+    @property
+    def words(self) -> str:
+        """A line for people, like "step: planned 1.2 s, measured 1.5 s (+25%)"."""
+        if self.measured is None:
+            return f"{self.name}: planned {self.planned:.3g} {self.unit}, not in the log"
+        off = f" ({self.measured / self.planned - 1:+.0%})" if self.planned else ""
+        return f"{self.name}: planned {self.planned:.3g} {self.unit}, measured {self.measured:.3g} {self.unit}{off}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The outcome of a calibration.
+
+    Attributes:
+        fitted: the constants, refitted.
+        compared: figures of the run, as planned with the constants before.
+        changes: constants, before and after.
+    """
+
+    fitted: Fitted
+    compared: tuple[Comparison, ...]
+    changes: Mapping[str, tuple[float, float]]
+
+    def lines(self) -> list[str]:
+        """Return what was off, and what was made of it, for people."""
+        changed = [f"{name}: {before:.3g} -> {after:.3g}" for name, (before, after) in self.changes.items()]
+        return [*(each.words for each in self.compared), f"refitted: {', '.join(changed) or 'nothing'}"]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The figures of a run: samples of a step over all ranks, tokens of each, seconds, and others by name."""
+
+    samples: int
+    sequence: int
+    seconds: float
+    sent: Mapping[str, float]
+    peak_gib: float | None
+
+
+def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workload) -> Calibration:
+    """Compare the log of a run with its plan, and refit.
+
+    Args:
+        path: the log, or its folder.
+        trace: of the run's model.
+        hardware: the devices and rates that the run had; its numbers of nodes and ranks are in the log.
+        workload: precision and optimizer; the batch is in the log.
+
+    Raises:
+        ValueError: a log that lacks what is needed, stages of a model that is not planned in stages, or a model of
+            another size; says what to do.
+    """
+    run = Run.read(path)
+    measured = _measured(run, path)
+    machines = _machines(run, hardware, path)
+    plan = _plan_of(run, trace, machines, workload, path)
+    parameters = number(run.asked.get("parameters"))
+    if parameters is not None and abs(parameters / trace.parameters - 1) > 0.01:
+        raise ValueError(
+            f"{path} is of a model with {parameters:,.0f} parameters, and the one to plan for has "
+            f"{trace.parameters:,}; give the log of a run of the same model"
+        )
+    count = int(number(run.asked.get("micro_batches")) or 1)
+    if plan.stages is not None:  # each of them went through the stages in parts
+        count *= int(plan.knobs.pipeline.microbatches)
+    data = plan.layout.replicate * plan.layout.shard
+    micro_batch = max(round(measured.samples / data / count), 1)
+
+    def seconds(fitted: Fitted) -> float:
+        model = step_model(plan, trace, machines, machines.links(fitted), measured.sequence, fitted)
+        return model.step(micro_batch, count).total
+
+    before = hardware.fitted
+    links = {} if hardware.measured is not None else _rates(measured.sent, machines)
+    shares: Any = {name: min(each.share, 1.0) for name, each in links.items()}
+    with_links = replace(before, **shares)
+    fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
+    peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))
+    compared = [Comparison("step", "s", seconds(before), measured.seconds)]
+    compared += [Comparison(each.words, "GB/s", each.planned / 1e9, each.measured / 1e9) for each in links.values()]
+    compared.append(Comparison("peak memory", "GiB", peak.total / GIB, measured.peak_gib))
+    return Calibration(fitted, tuple(compared), _changes(before, fitted, machines.device.name))
+
+
+def _measured(run: Run, path: Path) -> _Measured:
+    """Read the run's figures: medians of its reports, the first of which has the warm-up in it."""
+    figures = run.figures
+    samples = figures.get("samples", [])
+    rates = [value for _, value in figures.get("samples_per_second", [])]
+    tokens = [value for _, value in figures.get("tokens_per_second", [])]
+    if len(samples) < _FEWEST_REPORTS or not rates or not tokens:
+        raise ValueError(
+            f"{path} has too few reports with samples, samples_per_second and tokens_per_second; let the run take some "
+            "more steps, with SmpMonitor or SmpMonitorCallback"
+        )
+    (first, before), (last, after) = samples[0], samples[-1]
+    of_step = (after - before) / (last - first)
+    rate = statistics.median(rates)
+    peaks = [value for _, value in figures.get("peak_device_memory_gib", [])]
+    sequence = round(statistics.median(tokens) / rate)
+    return _Measured(round(of_step), sequence, of_step / rate, numbers(run.last("sent")), max(peaks, default=None))
+
+
+def _machines(run: Run, hardware: Hardware, path: Path) -> Hardware:
+    nodes, ranks = run.asked.get("nodes"), number(run.asked.get("ranks_per_node"))
+    if not isinstance(nodes, list) or ranks is None:
+        raise ValueError(f"{path} has no plan in it; the run was not sharded, or its log was made in another way")
+    return replace(hardware, nodes=max(len(nodes), 1), ranks_per_node=int(ranks))
+
+
+def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload, path: Path) -> Plan:
+    """Decide again what the run had decided."""
+    layout = numbers(run.asked.get("layout"))
+    if layout.get("pipeline", 1) > 1 and trace.uncut:
+        raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
+    asked: dict[str, Any] = {
+        "pipeline_parallel_degree": int(layout.get("pipeline", 1)),
+        "shard_degree": int(layout.get("shard", 1) * layout.get("context", 1)),
+        "context_parallel_degree": int(layout.get("context", 1)),
+        "tensor_parallel_degree": int(layout.get("tensor", 1)),
+    }
+    for row in objects(run.asked.get("knobs")):
+        if row.get("knob") in _SETTINGS:
+            asked[str(row["knob"])] = row.get("value")
+        if row.get("knob") == "pipeline.split" and row.get("asked") != "auto":
+            asked["pipeline.split"] = f"[{row.get('value')}]"
+    config = SmpConfig.from_dict(nested(asked))
+    mode = str(config.activations.checkpoint)
+    if mode not in trace.shapes:
+        raise ValueError(f"{path} is of a run with activations.checkpoint={mode!r}, which is not planned with")
+    plan = decide(trace.of_precision(mode, workload.precision), config, machines.cluster())
+    recomputation(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """Bytes per second of a rank over one class of links, and the share of the data sheet's rate that makes it so."""
+
+    words: str
+    planned: float
+    measured: float
+    share: float
+
+
+def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, _Rate]:
+    """Return the rates of the links that the run used for long enough to tell, by the constant's name."""
+    found = {}
+    links = machines.links()
+    for constant, link, words in (("link", "intra", "links inside nodes"), ("network", "inter", "links between nodes")):
+        collectives = {name: value for name, value in sent.items() if not name.startswith("pipeline/")}
+        seconds = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_seconds"))
+        n_bytes = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_bytes"))
+        planned = getattr(links, link)
+        if seconds <= 0 or n_bytes <= 0 or planned is None:
+            continue
+        rate, before = n_bytes / seconds, planned.all_gather.bandwidth
+        found[constant] = _Rate(words, before, rate, getattr(machines.fitted, constant) * rate / before)
+    return found
+
+
+def _with_efficiency(fitted: Fitted, device: str, measured: float, seconds: Any) -> Fitted:
+    """Return the constants with the factor on the speed of computing that makes a step as long as it was."""
+    low, high = 1 / _LARGEST_FACTOR, _LARGEST_FACTOR
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        if seconds(_faster(fitted, device, factor)) > measured:
+            low = factor
+        else:
+            high = factor
+    return _faster(fitted, device, factor)
+
+
+def _faster(fitted: Fitted, device: str, factor: float) -> Fitted:
+    products = {**fitted.products, device: min(fitted.products_of(device) * factor, 1.0)}
+    attention = {**fitted.attention, device: min(fitted.attention_of(device) * factor, 1.0)}
+    return replace(fitted, products=products, attention=attention, moving=min(fitted.moving * factor, 1.0))
+
+
+def _changes(before: Fitted, after: Fitted, device: str) -> dict[str, tuple[float, float]]:
+    pairs = {
+        "products": (before.products_of(device), after.products_of(device)),
+        "attention": (before.attention_of(device), after.attention_of(device)),
+        **{name: (getattr(before, name), getattr(after, name)) for name in ("moving", "link", "network")},
+    }
+    return {name: pair for name, pair in pairs.items() if abs(pair[1] / pair[0] - 1) > 1e-3}

@@ -1,0 +1,104 @@
+"""Candidate: a configuration that a planner looks at, with its memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from smp_core.config import SmpConfig
+from smp_core.config.table import as_asked
+from smp_core.engine.decide import Plan
+from smp_core.planner.step_memory import PeakMemory
+from smp_core.planner.time import StepTime
+
+_DEFAULTS = SmpConfig().to_dict()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Knobs that decide() takes, and its plan.
+
+    Attributes:
+        names: of the knobs that were chosen or fixed; all others are at their defaults.
+    """
+
+    asked: SmpConfig
+    plan: Plan
+    names: tuple[str, ...]
+
+    @cached_property
+    def knobs(self) -> dict[str, Any]:
+        """The knobs that are not at their defaults, as YAML files have them."""
+        found = {}
+        for knob in SmpConfig.knobs():
+            if knob not in self.names:
+                continue
+            value, default = as_asked(self.asked.asked(knob)), _DEFAULTS[knob]
+            if value == default:
+                continue
+            if isinstance(value, Mapping) and default is not None:
+                value = {name: each for name, each in value.items() if each != default[name]}
+            found[knob] = value
+        return found
+
+    @cached_property
+    def complexity(self) -> int:
+        """The number of axes and knobs that it takes."""
+        layout = self.plan.layout
+        axes = sum(2 for size in (layout.pipeline, layout.tensor, layout.context) if size > 1)
+        inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
+        return axes + inner
+
+    @cached_property
+    def words(self) -> str:
+        """The knobs as text, by which the ranking is the same each time."""
+        return str(self.knobs)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that decide() takes, with its memory and time.
+
+    Attributes:
+        micro_batch: samples of a micro-batch on each rank.
+        count: micro-batches of an optimizer step.
+        flops: model FLOPs of a step, by the convention of MFU.
+    """
+
+    choice: Choice
+    micro_batch: int
+    count: int
+    memory: PeakMemory
+    time: StepTime
+    flops: float
+    peak: float
+    tokens: int
+
+    @property
+    def asked(self) -> SmpConfig:
+        return self.choice.asked
+
+    @property
+    def plan(self) -> Plan:
+        return self.choice.plan
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Return the knobs that are not at their defaults, as YAML files have them."""
+        return self.choice.knobs
+
+    @property
+    def complexity(self) -> int:
+        """Return how many axes and knobs it takes."""
+        return self.choice.complexity
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the whole job."""
+        return self.tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.time.total / (self.peak * self.plan.layout.world_size)

@@ -1,0 +1,102 @@
+"""`smp plan`: a configuration for a model on machines that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smp_core.outside.command_line import console
+from smp_core.planner.calibrate import calibrate
+from smp_core.planner.dry_run import compared, dry_run_of
+from smp_core.planner.explain import as_json, as_yaml, front_table, table
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.plan_picture import draw_plans
+from smp_core.planner.planner import NothingFits
+from smp_core.planner.planner import plan as plan_model
+from smp_core.planner.trace import trace
+from smp_core.planner.workload import Workload
+
+NOTHING_FITS = 2
+"""The exit status then."""
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="a known name, a config.json or its folder, package.module:function")],
+    cluster: Annotated[str, typer.Option(help="'32x8:a100-40g@400gbps', '4xp5' or a YAML file")],
+    seq: Annotated[int, typer.Option("--seq", min=2, help="tokens of a sample")],
+    global_batch: Annotated[int, typer.Option(min=1, help="samples of an optimizer step")],
+    fix: Annotated[list[str] | None, typer.Option(help="a knob that stays, as shard=16; may be repeated")] = None,
+    objective: Annotated[str, typer.Option(help="time, memory or cost")] = "time",
+    precision: Annotated[str, typer.Option(help="mixed (float32 parameters) or bfloat16")] = "mixed",
+    optimizer: Annotated[str, typer.Option(help="adamw, lion, sgd, ...")] = "adamw",
+    tokens: Annotated[float | None, typer.Option(help="of the whole training, for days and cost")] = None,
+    links: Annotated[Path | None, typer.Option(help="what `smp topology --measure --store` wrote there")] = None,
+    from_log: Annotated[Path | None, typer.Option(help="refit on the log of a run of this model (run.jsonl)")] = None,
+    why_not: Annotated[list[str] | None, typer.Option(help="why not this knob, as tensor=8; may be repeated")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="run the chosen plan without values, and compare")] = False,
+    front: Annotated[bool, typer.Option("--front", help="also show step times of fewer nodes")] = False,
+    as_json_: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    picture: Annotated[Path | None, typer.Option(help="draw the plans here, as SVG or PNG")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the configuration here, as YAML")] = None,
+) -> None:
+    """Choose the degrees, recomputation and micro-batch of a run, and say why."""
+    if as_json_ and (front or why_not or dry_run):
+        raise ValueError("--json prints the plans alone; ask for --front, --why-not and --dry-run without it")
+    hardware = Hardware.parse(cluster)
+    if links is not None:
+        hardware = hardware.with_links(links)
+    workload = Workload(seq, global_batch, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
+    fixed = _fixed(fix or [])
+    questions = list(map(_pair, why_not or []))
+    planned: str | ModelTrace = model
+    if from_log is not None:
+        planned = trace(model, workload.sequence)
+        calibration = calibrate(from_log, planned, hardware, workload)
+        hardware = replace(hardware, fitted=calibration.fitted)
+        for line in calibration.lines():
+            typer.echo(line, err=as_json_)
+    try:
+        found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
+    except NothingFits as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NOTHING_FITS) from None
+    found = replace(found, model=model)
+    if out is not None:
+        out.write_text(as_yaml(found), encoding="utf-8")
+    if picture is not None:
+        draw_plans(found, picture)
+    if as_json_:
+        typer.echo(as_json(found), nl=False)
+        return
+    console().print(table(found))
+    if front:
+        console().print(front_table(found))
+    for knob, value in questions:
+        typer.echo(f"why not {found.why_not(**{knob: value})}")
+    if dry_run:
+        console().print(compared(found, dry_run_of(found)))
+    if out is not None:
+        typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
+
+
+def _fixed(written: list[str]) -> dict[str, str]:
+    """Return knobs and their values; `pipeline` with a number is the degree, beside which it may name a schedule."""
+    pairs = [_pair(each) for each in written]
+    fixed = {
+        "pipeline_parallel_degree" if pair[0] == "pipeline" and pair[1].isdigit() else pair[0]: pair[1]
+        for pair in pairs
+    }
+    if len(fixed) < len(pairs):
+        raise ValueError(f"--fix names a knob twice: {', '.join(written)}")
+    return fixed
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise ValueError(f"{text!r} is no knob with its value; write it as shard=16")
+    return name, value

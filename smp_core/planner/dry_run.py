@@ -1,0 +1,169 @@
+"""DryRun: what one rank would allocate and send in a step, found by running the real sharded model without values.
+
+The run itself (:mod:`smp_core.dry_run.step`) needs a process group and fake tensors, so it is a child process: the real
+``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps; with
+pipeline stages on the first rank of one stage after another. Here are the question, the answer, and both beside the
+plan's own figures.
+
+Not run that way: FP8.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_core.plan.cluster import GIB
+from smp_core.plan.optimizers import OPTIMIZERS
+from smp_core.planner.candidate import Candidate
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.stage_part import states_of
+from smp_core.planner.step_memory import MEMORY_KINDS, peak_memory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smp_core.planner.planner import Recommendation
+
+CHILD = "smp_core.dry_run.step"
+"""The module that answers. It stands above this one and is named, not imported."""
+
+RUN_KINDS = tuple(kind for kind in MEMORY_KINDS if kind != "margin")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A configuration to be run.
+
+    Attributes:
+        model: words for it (:mod:`smp_core.planner.model_source`).
+        knobs: of :class:`smp_core.config.SmpConfig`, as YAML has them.
+        precision, optimizer: as of :class:`smp_core.planner.workload.Workload`.
+        micro_batch: samples of a micro-batch on each rank.
+        count: micro-batches of a step.
+        fields: of a Transformers configuration, instead of ``model``.
+    """
+
+    model: str
+    hardware: Hardware
+    knobs: Mapping[str, Any]
+    sequence: int
+    micro_batch: int
+    count: int
+    precision: str = "mixed"
+    optimizer: str = "adamw"
+    fields: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The counts of a dry run, on rank 0 or the first rank of a pipeline stage.
+
+    Attributes:
+        memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
+        sent: bytes that leave the rank in a step, by "kind/link" as :class:`smp_core.comm.meter.CommMeter` has them.
+        calls: collectives of c10d in a step, as "kind over ranks of the group" -> (calls, bytes of the full tensors).
+        ranks: of the fake process group.
+        seconds: of processor time, imports not included.
+        resident: bytes of the child process at most.
+        stage: whose first rank ran.
+        others: with stages, those of which no earlier one takes as much memory; behind the first.
+    """
+
+    memory: Mapping[str, int]
+    sent: Mapping[str, float]
+    calls: Mapping[str, tuple[int, int]]
+    ranks: int
+    seconds: float
+    resident: int
+    stage: int = 0
+    others: tuple[DryRun, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+def dry_run(*questions: Question) -> list[DryRun]:
+    """Run configurations without values, one after another in a child process.
+
+    Raises:
+        ValueError: a model or configuration that cannot be run; says why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, out = Path(folder) / "question", Path(folder) / "answer"
+        asked.write_bytes(pickle.dumps(questions))
+        command = [sys.executable, "-W", "ignore", "-m", CHILD, str(asked), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not out.exists():
+            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            raise ValueError(f"the dry run of {questions[0].model!r} ended: {last[0]}")
+        found = pickle.loads(out.read_bytes())  # our own child's
+    for each in found:
+        if isinstance(each, ValueError):
+            raise each
+    return list(found)
+
+
+def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) -> DryRun:
+    """Run the configuration that was chosen, or another one of the ranking.
+
+    Raises:
+        ValueError: as :func:`dry_run`; a recommendation for a trace, whose model is not known.
+    """
+    chosen = candidate or recommended.chosen
+    if recommended.model == "model":
+        raise ValueError("a dry run needs the model; call plan() with its name instead of a trace")
+    work = recommended.workload
+    found = dry_run(
+        Question(
+            recommended.model,
+            recommended.hardware,
+            chosen.knobs,
+            work.sequence,
+            chosen.micro_batch,
+            chosen.count,
+            work.precision,
+            work.optimizer,
+        )
+    )
+    return found[0]
+
+
+def compared(recommended: Recommendation, found: DryRun) -> Table:
+    """Return a table of the plan's figures beside the dry run's, stage by stage where there are pipeline stages."""
+    from rich.table import Table
+
+    seconds = sum(each.seconds for each in (found, *found.others))
+    who = f"of each stage's first rank of {found.ranks:,}" if found.others else f"of rank 0 of {found.ranks:,}"
+    table = Table(title=f"plan and dry run {who}", caption=f"{seconds:.0f} s of processor")
+    for heading in ("", "plan", "dry run", "difference"):
+        table.add_column(heading, justify="right" if heading else "left")
+    plan, work = recommended.chosen.plan, recommended.workload
+    sizes = recommended.chosen.micro_batch, recommended.chosen.count, work.sequence
+    of_stages = states_of(plan, OPTIMIZERS[work.optimizer])
+    for ran, states in zip((found, *found.others), of_stages, strict=True):
+        if found.others:
+            table.add_section()
+            table.add_row(f"stage {ran.stage}")
+        memory = peak_memory(plan, recommended.trace, *sizes, [states])
+        planned: dict[str, float] = {f"{kind}, GiB": getattr(memory, kind) / GIB for kind in RUN_KINDS}
+        counted: dict[str, float] = {f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()}
+        planned["memory, GiB"], counted["memory, GiB"] = (memory.total - memory.margin) / GIB, ran.total / GIB
+        sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
+        for name in sorted({*sent, *ran.sent}):
+            planned[f"{name}, GB sent"], counted[f"{name}, GB sent"] = (
+                each.get(name, 0.0) / 1e9 for each in (sent, ran.sent)
+            )
+        for name, value in planned.items():
+            count = counted[name]
+            off = "-" if value == count else f"{value / count - 1:+.1%}" if count else "only planned"
+            table.add_row(name, f"{value:.3f}", f"{count:.3f}", off)
+    return table

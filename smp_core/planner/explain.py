@@ -1,0 +1,201 @@
+"""A recommendation for people and programs: the table, JSON, and the YAML file that a run takes unchanged."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from smp_core.plan.cluster import GIB
+from smp_core.planner.candidate import Candidate
+from smp_core.planner.planner import Recommendation
+from smp_core.planner.step_memory import MEMORY_KINDS
+from smp_core.planner.time import TIME_PARTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PARAMETERS_OF_A_NODE = 3e9
+"""SageMaker SMP's rule of thumb: a partition group of one node for each three billion parameters."""
+
+
+def table(found: Recommendation) -> Table:
+    """Return a table for the terminal: the chosen configuration and the next, with memory by kind, time by part."""
+    from rich.table import Table
+
+    shown = [found.chosen, *found.alternatives]
+    made = Table(title=title(found), title_justify="left", caption=_caption(found), caption_justify="left")
+    made.add_column("", no_wrap=True)
+    for place in range(len(shown)):
+        made.add_column("chosen" if place == 0 else str(place + 1), justify="right", overflow="fold")
+    for name, values in _rows(found, shown):
+        if not values:
+            made.add_section()
+            continue
+        made.add_row(name, *values)
+    return made
+
+
+def title(found: Recommendation) -> str:
+    """Return a line with the model, the machines and the batch."""
+    work = found.workload
+    return (
+        f"{found.model}: {found.trace.parameters / 1e9:.2f} billion parameters on {found.hardware.describe()}, "
+        f"{work.global_batch:,} x {work.sequence:,} tokens a step"
+    )
+
+
+def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list[str]]]:
+    def row(name: str, value: Any) -> tuple[str, list[str]]:
+        return name, [value(each) for each in shown]
+
+    rows = [
+        row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
+        *([row("stages", _stages)] if any(each.plan.stages for each in shown) else []),
+        row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
+        row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
+        row("recomputation", _recomputation),
+        row("kept between", lambda c: c.plan.knobs.keep_between_micro_batches),
+        row("other knobs", _others),
+        ("", []),
+    ]
+    for kind in MEMORY_KINDS:
+        rows.append(row(f"{kind}, GiB", lambda c, kind=kind: f"{getattr(c.memory, kind) / GIB:.1f}"))
+    rows += [
+        row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"),
+        ("", []),
+    ]
+    for part in TIME_PARTS:
+        if any(getattr(each.time, part) for each in shown):
+            rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
+    rows += [
+        row("step, s", lambda c: f"{c.time.total:.3g}"),
+        row("against chosen", lambda c: f"{c.time.total / found.chosen.time.total - 1:+.1%}"),
+        row("tokens/s", lambda c: f"{c.tokens_per_second:,.0f}"),
+        row("MFU", lambda c: f"{c.mfu:.1%}"),
+    ]
+    if found.workload.tokens is not None:
+        rows.append(row("days", lambda c: f"{found.days(c):.3g}"))
+        if found.hardware.price is not None:
+            rows.append(row("cost", lambda c: f"{found.cost(c):,.0f}"))
+    return rows
+
+
+def _stages(candidate: Candidate) -> str:
+    asked, stages = candidate.plan.knobs.pipeline, candidate.plan.stages
+    return "1" if stages is None else f"{stages.count}, {asked.schedule}"
+
+
+def _recomputation(candidate: Candidate) -> str:
+    mode = candidate.plan.knobs.activations.checkpoint
+    return f"{mode}, offloaded" if candidate.plan.activations.offloaded_bytes is not None else str(mode)
+
+
+_TOLD = (
+    "shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "pipeline",
+    "activations",
+    "keep_between_micro_batches",
+    "param_dtype",
+)
+
+
+def _others(candidate: Candidate) -> str:
+    return "\n".join(f"{knob}={value}" for knob, value in candidate.knobs.items() if knob not in _TOLD) or "-"
+
+
+def _caption(found: Recommendation) -> str:
+    parameters, hardware = found.trace.parameters, found.hardware
+    by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
+    lines = [
+        f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
+        "for the CUDA context and the allocator (docs/planning.md).",
+        f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
+        f"shard_degree={by_rule * hardware.ranks_per_node}.",
+    ]
+    return "\n".join(lines)
+
+
+def as_dict(found: Recommendation) -> dict[str, Any]:
+    """Return everything in types that JSON has; the same each time for the same question."""
+    return {
+        "model": found.model,
+        "parameters": found.trace.parameters,
+        "cluster": found.hardware.describe(),
+        "sequence": found.workload.sequence,
+        "global_batch": found.workload.global_batch,
+        "objective": found.objective,
+        "considered": found.found.considered,
+        "fitting": len(found.found.ranked),
+        "chosen": _candidate(found, found.chosen),
+        "alternatives": [_candidate(found, each) for each in found.alternatives],
+    }
+
+
+def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "smp_config": candidate.knobs,
+        "micro_batch": candidate.micro_batch,
+        "micro_batches": candidate.count,
+        "memory_bytes": {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")},
+        "seconds": {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")},
+        "tokens_per_second": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "days": found.days(candidate),
+        "cost": found.cost(candidate),
+    }
+
+
+def as_json(found: Recommendation) -> str:
+    """Return :func:`as_dict` as text."""
+    return json.dumps(as_dict(found), indent=2) + "\n"
+
+
+def as_yaml(found: Recommendation) -> str:
+    """Return the file of a run: its `smp_config:` section, and in comments what the trainer has to be told."""
+    chosen = found.chosen
+    comments = [
+        title(found),
+        _batches(chosen),
+        f"planned: {chosen.time.total:.3g} s a step, {chosen.memory.total / GIB:.1f} GiB of "
+        f"{chosen.memory.capacity / GIB:.1f} on each device",
+    ]
+    text = "".join(f"# {line}\n" for line in comments)
+    return text + yaml.safe_dump({"smp_config": chosen.knobs}, sort_keys=False)
+
+
+def _batches(chosen: Candidate) -> str:
+    together = chosen.plan.knobs.pipeline.microbatches
+    if chosen.plan.stages is None or not isinstance(together, int):
+        return (
+            f"micro-batch of {chosen.micro_batch} samples on each rank, {chosen.count} micro-batches a step "
+            "(accumulate_grad_batches, gradient_accumulation_steps)"
+        )
+    return (
+        f"batch of {chosen.micro_batch * together} samples on each rank, which goes through the stages in {together} "
+        f"micro-batches of {chosen.micro_batch}; {chosen.count // together} batches a step (accumulate_grad_batches, "
+        "gradient_accumulation_steps)"
+    )
+
+
+def front_table(found: Recommendation) -> Table:
+    """Return a table of step time against nodes."""
+    from rich.table import Table
+
+    made = Table(title="fewer nodes")
+    for name in ("devices", "step, s", "tokens/s", "days", "cost"):
+        made.add_column(name, justify="right")
+    for each in found.front():
+        days, cost = each.days(), each.cost()
+        made.add_row(
+            f"{each.hardware.devices:,}",
+            f"{each.chosen.time.total:.3g}",
+            f"{each.chosen.tokens_per_second:,.0f}",
+            "" if days is None else f"{days:.3g}",
+            "" if cost is None else f"{cost:,.0f}",
+        )
+    return made

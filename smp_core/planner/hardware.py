@@ -1,0 +1,205 @@
+"""Hardware: a cluster that need not exist yet, from a string, a YAML file or a kind of node.
+
+32x8:a100-40g@400gbps     32 nodes of 8 devices, 400 Gbit/s between nodes, of each node
+4xp5                      4 nodes of a kind that :mod:`smp_core.planner.devices` knows
+cluster.yaml              what is not in the tables, and a price
+(with links.json)         times measured on the cluster itself, which win over all the above
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smp_core.cluster.links import Collectives, LinkFit, Links
+from smp_core.outside.foreign_files import read_yaml
+from smp_core.plan.cluster import GIB, Cluster
+from smp_core.planner.devices import ETHERNET_GBIT, Device, device_of, machine_of
+from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.topology import Topology
+
+EXAMPLES = "'32x8:a100-40g@400gbps', '4xp5' or a YAML file"
+
+_DEVICES = re.compile(r"(\d+)x(\d+):([a-z0-9-]+)(?:@(.+))?", re.IGNORECASE)
+_MACHINES = re.compile(r"(\d+)x([a-z][a-z0-9-]*)", re.IGNORECASE)
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gbps|gbit|gbit/s|gbe)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machines to plan for.
+
+    Attributes:
+        gbit: what a node sends to the others in Gbit/s.
+        price: of a node for an hour, in any currency; None: not known.
+        measured: links measured on these machines; None: those of the data sheets, at the efficiency that was fitted.
+        host_gib: host memory of a node.
+        fitted: constants of the time model on these machines.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    device: Device
+    gbit: float
+    price: float | None = None
+    measured: Links | None = None
+    host_gib: float = 1024.0
+    fitted: Fitted = FITTED
+
+    @classmethod
+    def parse(cls, text: str | os.PathLike[str]) -> Hardware:
+        """Read a cluster from its string or its YAML file.
+
+        Raises:
+            ValueError: neither; says how one is written.
+        """
+        word = os.fspath(text).strip()
+        if word.endswith((".yaml", ".yml")):
+            return cls._of_file(Path(word))
+        if found := _DEVICES.fullmatch(word):
+            nodes, ranks, device, rate = found.groups()
+            if rate is None and int(nodes) > 1:
+                raise ValueError(f"cluster {word!r}: how fast are the nodes connected? Write {word + '@400gbps'!r}")
+            return cls._checked(int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0)
+        if found := _MACHINES.fullmatch(word):
+            machine = machine_of(found[2])
+            return cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
+        raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
+
+    @classmethod
+    def _of_file(cls, path: Path) -> Hardware:
+        values = read_yaml(path)
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
+        return _of_fields(path, dict(values))
+
+    @classmethod
+    def _checked(cls, nodes: int, ranks: int, device: Device, gbit: float) -> Hardware:
+        if nodes < 1 or ranks < 1 or nodes * ranks > _MOST_DEVICES:
+            raise ValueError(
+                f"{nodes} nodes of {ranks} devices are no cluster; both are at least 1, and at most {_MOST_DEVICES:,} "
+                "devices are planned for"
+            )
+        return cls(nodes, ranks, device, gbit)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def describe(self) -> str:
+        """Return a line like "32 nodes x 8 A100 (39.4 GiB), 400 Gbit/s between nodes"."""
+        between = f", {self.gbit:g} Gbit/s between nodes" if self.nodes > 1 else ""
+        measured = ", measured links" if self.measured else ""
+        devices = f"{self.nodes} x {self.ranks_per_node} {self.device.name} ({self.device.memory_gib:g} GiB)"
+        return f"{devices}{between}{measured}"
+
+    def cluster(self) -> Cluster:
+        """Return the facts that decisions use. Measured links only: data sheets are no reason to leave a default."""
+        return Cluster(
+            Topology.uniform(self.devices, self.ranks_per_node),
+            "cuda",
+            int(self.device.memory_gib * GIB),
+            int(self.host_gib * GIB),
+            self.measured,
+        )
+
+    def links(self, fitted: Fitted | None = None) -> Links:
+        """Return latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
+        if self.measured is not None:
+            return self.measured
+        fitted = fitted or self.fitted
+        k, m = self.ranks_per_node, self.nodes
+        inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
+        node_bytes = max(self.gbit, 1e-3) * 1e9 / 8
+        of_node = node_bytes * fitted.network
+        of_rank = of_node / k
+        between = _alike(m, fitted.latency_between, of_rank)
+        # One ring over all ranks of a node crosses its border once: the whole adapter is that rank's.
+        in_ring = min(of_node, self.device.link * fitted.link)
+        flat = _alike(k * m, fitted.latency_between, in_ring)
+        return Links(
+            nodes=m,
+            ranks_per_node=k,
+            intra=inside if k > 1 else None,
+            inter=between if m > 1 else None,
+            flat=flat if k > 1 and m > 1 else None,
+            measured_with="data sheets",
+        )
+
+    def with_links(self, path: str | os.PathLike[str]) -> Hardware:
+        """Return the same with links that `smp topology --measure --store` wrote.
+
+        Raises:
+            ValueError: they are of another number of nodes or ranks.
+        """
+        links = Links.load(path)
+        if (links.nodes, links.ranks_per_node) != (self.nodes, self.ranks_per_node):
+            raise ValueError(
+                f"{os.fspath(path)} was measured on {links.nodes} x {links.ranks_per_node} ranks, and the cluster has "
+                f"{self.nodes} x {self.ranks_per_node}; leave it out, or plan for {links.nodes}x{links.ranks_per_node}"
+            )
+        return replace(self, measured=links)
+
+
+_MOST_DEVICES = 1_000_000
+_LARGEST = 1e12
+_OF_DEVICE = ("name", "memory_gib", "bf16_tflops", "hbm_gb_per_s", "link_gb_per_s")
+_OF_CLUSTER = ("nodes", "devices_per_node", "gbit_per_s", "device")
+_OF_BOTH = ("price_per_node_hour", "host_gib")
+
+
+def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
+    """Read `cluster: STRING` or all fields, with price and host memory in both."""
+    allowed = ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
+    unknown = [name for name in values if name not in allowed]
+    if unknown:
+        raise ValueError(f"{path}: unknown field {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    if "cluster" in values:
+        hardware = Hardware.parse(str(values["cluster"]))
+    else:
+        for name in _OF_CLUSTER:
+            if name not in values:
+                raise ValueError(f"{path}: the field {name!r} is missing; a cluster has {', '.join(_OF_CLUSTER)}")
+        device = _device(path, values["device"])
+        nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
+        hardware = Hardware._checked(nodes, ranks, device, _number(path, values, "gbit_per_s"))
+    if "price_per_node_hour" in values:
+        hardware = replace(hardware, price=_number(path, values, "price_per_node_hour"))
+    if "host_gib" in values:
+        hardware = replace(hardware, host_gib=_number(path, values, "host_gib"))
+    return hardware
+
+
+def _device(path: Path, values: Any) -> Device:
+    if isinstance(values, str):
+        return device_of(values)
+    if not isinstance(values, Mapping) or any(name not in values for name in _OF_DEVICE):
+        raise ValueError(f"{path}: device is a name, or a mapping of {', '.join(_OF_DEVICE)}")
+    memory, tflops, hbm, link = (_number(path, values, name) for name in _OF_DEVICE[1:])
+    host = _number(path, values, "host_gb_per_s") if "host_gb_per_s" in values else 32.0
+    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12)
+
+
+def _number(path: Path, values: Mapping[str, Any], name: str) -> float:
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
+        raise ValueError(f"{path}: {name}={value!r} is not a number above 0 and below {_LARGEST:g}")
+    return float(value)
+
+
+def _gbit(rate: str) -> float:
+    if rate.lower() == "ethernet":
+        return ETHERNET_GBIT
+    found = _RATE.fullmatch(rate.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"rate {rate!r} between nodes is not understood; write Gbit/s of a node, as '400gbps'")
+    return float(found[1])
+
+
+def _alike(ranks: int, latency: float, bandwidth: float) -> Collectives:
+    fit = LinkFit(latency, bandwidth, by="data sheet")
+    return Collectives(ranks, fit, fit, fit)

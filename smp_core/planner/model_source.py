@@ -1,0 +1,237 @@
+"""Models that are only planned for: built without values from a short name, a configuration file or a function.
+
+    llama-3.1-8b           a name of :mod:`smp_core.planner.known_models`
+    config.json, folder    a Transformers configuration
+    package.module:name    a function that returns a model, or (model, batch), where batch(samples, tokens)
+                           is what a step gets
+    a module               one that is to be trained, copied without its values
+
+A Transformers model is called with token ids and labels. Another model, a LightningModule too, needs the batch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.outside.floors import how_to_install
+from smp_core.outside.foreign_files import read_json
+from smp_core.plan.examples import example_of
+from smp_core.plan.units import Entry
+from smp_core.planner.known_models import KNOWN_MODELS
+from smp_core.planner.trace_meter import flat
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model and its step.
+
+    Attributes:
+        batch: (samples, tokens of each) -> such a batch.
+        loss_of: batch -> its loss.
+        entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
+        splits: layers and sequences can be split without being told how: the model is Transformers'.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    loss_of: Callable[[Any], torch.Tensor]
+    entry: Entry = "forward"
+    splits: bool = False
+
+    def loss(self, samples: int, tokens: int) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss_of(self.batch(samples, tokens))
+
+
+_MOST_LAYERS = 10_000
+
+
+def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
+    """Build the model that ``words`` mean, on the current default device and in the current default dtype.
+
+    Args:
+        sequence: tokens of a sample; a configuration by name gets as many positions.
+        fields: a Transformers configuration instead of words for it.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be built; says what to write instead.
+    """
+    if fields is not None:
+        return _of_fields(dict(fields), sequence)
+    if words in KNOWN_MODELS:
+        return _of_fields(dict(KNOWN_MODELS[words]), sequence)
+    path = Path(words)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        read = read_json(path)
+        if not isinstance(read, dict) or "model_type" not in read:
+            raise ValueError(f"{path} is no configuration of a Transformers model: it has no `model_type`")
+        return _of_fields(read, sequence)
+    module, colon, name = words.partition(":")
+    if colon:
+        return _of_function(module, name, words)
+    near = difflib.get_close_matches(words, list(KNOWN_MODELS), n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"model {words!r} is no file and no known name{meant}. Known: {', '.join(KNOWN_MODELS)}. Or write the "
+        "config.json of a Transformers model, or package.module:function"
+    )
+
+
+def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError(
+            f"the model is a Transformers configuration, and that is not installed; {how_to_install('transformers')}"
+        ) from None
+    for name, value in fields.items():
+        if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+            raise ValueError(f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for")
+    kind = fields.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        config.use_cache = False
+        for name in ("n_positions", "max_position_embeddings"):
+            if getattr(config, name, sequence) < sequence:
+                setattr(config, name, sequence)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(
+            f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
+            "function that returns the model and its batch"
+        ) from error
+    return _of_model(model)
+
+
+def _attention() -> str:
+    """Register scaled_dot_product_attention without masks, and return its name: whether a batch is padded or packed is
+    a question of values, which are not there."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("smp_planned", sdpa_attention_forward)
+    AttentionMaskInterface.register("smp_planned", lambda *args, **kwargs: None)
+    return "smp_planned"
+
+
+def _of_model(model: nn.Module) -> Source:
+    def batch(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(samples, tokens, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    config: Any = model.config
+    has_plan = bool(getattr(config, "base_model_tp_plan", None)) or config.model_type in ("gpt2", "opt", "bert")
+    return Source(model, batch, lambda batch: _loss_of(model(**batch)), splits=has_plan)
+
+
+def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
+    """Copy a model that is there without its values, under a fake tensor mode. Of a module around a Transformers model
+    with all parameters, that model is copied; another one is called with its example, of other sizes.
+
+    Args:
+        dtype: what is computed in; None: in each parameter's own.
+
+    Raises:
+        ValueError: nothing is known to call it with; says what to write.
+    """
+    inner = _transformers_model(model)
+    root = inner or model
+    memo: dict[int, Any] = {}
+    for tensor in [*root.parameters(), *root.buffers()]:
+        trains = isinstance(tensor, nn.Parameter)
+        own = dtype if dtype is not None and trains and tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=own, device="cpu")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
+    # Other tensors, an example for one, stay what they are.
+    others = (each for module in root.modules() for value in vars(module).values() for each in flat(value))
+    memo |= {id(each): each for each in others if isinstance(each, torch.Tensor) and id(each) not in memo}
+    copy: Any = deepcopy(root, memo)
+    if inner is not None:
+        copy.config.use_cache = False
+        copy.set_attn_implementation(_attention())
+        return _of_model(copy)
+    args, kwargs = example_of(model, model, "")
+
+    def batch(samples: int, tokens: int) -> tuple[Any, Any]:
+        return _resized(args, samples, tokens), _resized(kwargs, samples, tokens)
+
+    def loss_of(batch: tuple[Any, Any]) -> torch.Tensor:
+        positions, keywords = batch
+        try:
+            return _loss_of(copy(*positions, **keywords))
+        except NotImplementedError:  # a LightningModule whose steps call its parts
+            return _loss_of(copy.training_step(keywords or (positions if len(positions) > 1 else positions[0]), 0))
+
+    return Source(copy, batch, loss_of)
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """Return the causal language model of Transformers that has all parameters of a module, if there is one."""
+    total = set(model.parameters())
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function"):
+            has_head = module.get_output_embeddings() is not None
+            if has_head and total == set(module.parameters()):
+                return module
+    return None
+
+
+def _resized(values: Any, samples: int, tokens: int) -> Any:
+    """Return zeros of other sizes in the place of tensors [samples, tokens, ...]."""
+    if isinstance(values, Mapping):
+        return {name: _resized(value, samples, tokens) for name, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_resized(value, samples, tokens) for value in values)
+    if isinstance(values, torch.Tensor) and values.ndim > 1:
+        return torch.zeros(samples, tokens, *values.shape[2:], dtype=values.dtype)
+    return values
+
+
+def _of_function(module: str, name: str, words: str) -> Source:
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {words!r}: {error}; write package.module:function as Python imports it") from None
+    made = function()
+    model, batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {words!r} returned {type(model).__name__}; it has to return an nn.Module")
+    if batch is None:
+        if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
+            return _of_model(model)
+        raise ValueError(
+            f"model {words!r}: {type(model).__name__} is no Transformers model, so that its batch is not known; return "
+            "(model, batch), where batch(samples, tokens) is what a step gets"
+        )
+    if hasattr(model, "training_step"):
+        step: Any = model.training_step
+        return Source(model, batch, lambda batch: _loss_of(step(batch, 0)), "steps")
+    return Source(model, batch, lambda batch: _loss_of(_called(model, batch)))
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """Return the loss of an output: its ``loss``, or the mean of a tensor."""
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    output = getattr(output, "loss", output)
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(f"a step returned {type(output).__name__}; it has to return a tensor, or what has a loss")
+    return output if output.ndim == 0 else output.float().mean()

@@ -1,0 +1,291 @@
+"""ModelTrace: what a model's blocks and the rest of it compute, move and keep, for any number of samples and tokens.
+Measured by :mod:`smp_core.planner.trace`, which says what is counted."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+import torch
+
+from smp_core.plan.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Counts of one micro-batch: FLOPs and bytes as the module says.
+
+    Attributes:
+        full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.
+        keys: bytes of keys and values that forward's attention reads.
+        kept: the highest bytes of activations until backward reaches the last block.
+        left: bytes of activations that are there between forward and backward.
+    """
+
+    forward_products: float = 0.0
+    forward_attention: float = 0.0
+    forward_moved: float = 0.0
+    backward_products: float = 0.0
+    backward_attention: float = 0.0
+    backward_moved: float = 0.0
+    full_attention: float = 0.0
+    keys: float = 0.0
+    kept: float = 0.0
+    left: float = 0.0
+
+    def combined(self, other: Figures, weigh: Callable[[float, float], float]) -> Figures:
+        names = [field.name for field in fields(self)]
+        return Figures(**{name: weigh(getattr(self, name), getattr(other, name)) for name in names})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Figures at any number of samples and tokens, through those at (1, s), (2, s) and (1, s / 2)."""
+
+    tokens: int
+    one: Figures
+    two: Figures
+    half: Figures
+
+    def at(self, samples: int, tokens: float) -> Figures:
+        """Return the figures of ``samples`` sequences of ``tokens`` tokens each."""
+        place = (samples, tokens)
+        if place not in self._known:
+            self._known[place] = self._through(samples, tokens)
+        return self._known[place]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, float], Figures]:
+        return {}
+
+    def _through(self, samples: int, tokens: float) -> Figures:
+        s = self.tokens
+
+        def value(name: str) -> float:
+            one, two, half = (getattr(figures, name) for figures in (self.one, self.two, self.half))
+            of_sample = two - one  # b s (c + d s) at b = 1
+            shared = (one - of_sample) / s  # a
+            of_half = half - shared * s / 2
+            square = 2 * (of_sample - 2 * of_half) / (s * s)  # d
+            linear = of_sample / s - square * s  # c
+            return max(tokens * (shared + samples * (linear + square * tokens)), 0.0)
+
+        return Figures(**{field.name: value(field.name) for field in fields(Figures)})
+
+
+# Batches, sequences (as shares of the traced one), and shares of activations that a rank holds, for which the highest
+# instants are looked for.
+_SAMPLES = (1, 2, 4, 16, 64)
+_LENGTHS = (1 / 8, 1 / 2, 1.0)
+_SHARES = (1.0, 0.25, 1 / 16)
+
+
+Instant = tuple[int, int, int, str]
+"""After an operation: blocks that backward has come to, bytes of activations and of gradients, the operation."""
+
+LEFT, FORWARD = 3, 4
+"""Stand for backward that has left the first block, and for forward."""
+
+
+@dataclass(frozen=True)
+class Instants:
+    """The instants of a step of two blocks at which memory can be at its highest.
+
+    Attributes:
+        points: for 0, 1 and 2 blocks that backward has come to, from the last, after it has left both, and in forward:
+            bytes of activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which
+            depend on neither.
+        kept: bytes of activations that a block keeps of its forward, for the same; of split layers.
+        attending: as points, after each of attention's operators, and whether it is backward's.
+    """
+
+    tokens: int
+    points: tuple[tuple[tuple[float, float, float, float], ...], ...]
+    kept: tuple[float, ...] = (0.0, 0.0, 0.0)
+    attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((),) * (FORWARD + 1)
+
+    @classmethod
+    def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
+        """Keep what can be the highest of what three runs had after each operation that all of them have."""
+        found: list[tuple[tuple[float, float, float, float], ...]] = []
+        attending: list[tuple[tuple[float, float, float, float, bool], ...]] = []
+        for reached in range(FORWARD + 1):
+            each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
+            if not each[0]:
+                found.append(((0.0, 0.0, 0.0, 0.0),))
+                attending.append(())
+                continue
+            lives = list(zip(*([live for _, live, *_ in run] for run in each), strict=True))
+            held = [gradients for _, _, gradients, _ in each[0]]
+            highest = set()
+            for samples, length, share in itertools.product(_SAMPLES, _LENGTHS, _SHARES):
+                x, y, z = (share * weight for weight in _weights(samples, length))
+                totals = [x * a + y * b + z * c + one for (a, b, c), one in zip(lives, held, strict=True)]
+                highest.add(totals.index(max(totals)))
+            places = sorted(highest)
+            found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
+            operators = [(at, name) for at, (*_, name) in enumerate(each[0]) if "attention" in name]
+            attending.append(tuple((*_three(lives[at]), float(held[at]), "backward" in name) for at, name in operators))
+        return cls(tokens, tuple(found), kept, tuple(attending))
+
+    def kept_at(self, samples: int, tokens: float) -> float:
+        """Return the bytes of activations that a block keeps of its forward."""
+        return sum(
+            weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
+        )
+
+    def highest(
+        self, reached: int, samples: int, tokens: float, beside: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[float, float]:
+        """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
+        blocks.
+
+        Args:
+            beside: bytes that attention takes beside what was traced, in forward and in backward.
+        """
+        place = (reached, samples, tokens, beside)
+        if place not in self._known:
+            one, two, half = _weights(samples, tokens / self.tokens)
+            found = [(one * a + two * b + half * c, held) for a, b, c, held in self.points[reached]]
+            for a, b, c, held, is_backward in self.attending[reached]:
+                found.append((one * a + two * b + half * c + beside[is_backward], held))
+            self._known[place] = max(found, key=sum)
+        return self._known[place]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, float, tuple[float, float]], tuple[float, float]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """A step of two blocks with split layers: its instants, and what a block keeps of its forward."""
+
+    instants: list[Instant]
+    kept: float
+
+
+@dataclass(frozen=True)
+class SplitTrace:
+    """Figures of two blocks with split layers.
+
+    Attributes:
+        instants: at which memory can be at its highest, by the ranks that layers are split over and by recomputation
+            mode.
+        dims: in which parameters are split, by name; others are whole on each rank. None: they were not run.
+        unsplit: why layers are not split over so many ranks.
+    """
+
+    instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
+    dims: Mapping[str, int] | None = None
+    unsplit: Mapping[int, str] = field(default_factory=dict)
+
+
+def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun) -> SplitRun:
+    """Return the run over ``degree`` ranks, from those over fewest and most: bytes are a + b / ranks."""
+    weight = 0.0 if fewest == most else (1 / degree - 1 / most) / (1 / fewest - 1 / most)
+
+    def at(a: float, b: float) -> int:
+        return round(b + weight * (a - b))
+
+    pairs = zip(*_of_the_same([one.instants, other.instants]), strict=True)
+    instants = [
+        (reached, at(live, lives), at(held, helds), name) for (reached, live, held, name), (_, lives, helds, _) in pairs
+    ]
+    return SplitRun(instants, at(one.kept, other.kept))
+
+
+def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
+    one, two, half = values
+    return float(one), float(two), float(half)
+
+
+def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
+    """Leave out what not all runs have: operations that depend on the number of samples or tokens."""
+    names = [[name for *_, name in run] for run in runs]
+    places = {place: [place] for place in range(len(runs[0]))}
+    for other in names[1:]:
+        matches = difflib.SequenceMatcher(None, names[0], other, autojunk=False).get_matching_blocks()
+        match = {first + i: second + i for first, second, size in matches for i in range(size)}
+        places = {place: [*found, match[place]] for place, found in places.items() if place in match}
+    return [[run[found[number]] for found in places.values()] for number, run in enumerate(runs)]
+
+
+def _weights(samples: int, length: float) -> tuple[float, float, float]:
+    """Return what (1, s), (2, s) and (1, s / 2) count for at b samples of ``length`` s tokens: s (a + b (c + d s))
+    through all three."""
+    bend = samples * (length * length - length)
+    of_two = (samples - 1) * length
+    return 2 * length - samples * length + 2 * bend, of_two, -4 * bend
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """A model as the planner sees it.
+
+    Attributes:
+        shapes: by recomputation mode; trainable parameters in float32, as mixed precision keeps them.
+        blocks: how many.
+        block, rest: curves of one block, and of all else, by recomputation mode.
+        inside: what names of parameters in blocks begin with, for each list of blocks.
+        instants: at which memory can be at its highest, by recomputation mode.
+        heads: what tensor and context degrees have to divide: the heads of keys; 0: the model is not split over such
+            ranks by itself.
+        vocabulary: rows of the embedding; of what is not Transformers', of the largest parameter outside blocks.
+        early: the part of the rest that works before the blocks.
+        uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
+        split: what was seen of split layers; empty: they were not run.
+        dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
+    """
+
+    shapes: Mapping[str, Shapes]
+    blocks: int
+    block: Mapping[str, Curve]
+    rest: Mapping[str, Curve]
+    inside: tuple[str, ...]
+    instants: Mapping[str, Instants]
+    heads: int = 0
+    vocabulary: int = 1
+    early: Curve | None = None
+    uncut: str = "its blocks were not followed"
+    split: SplitTrace = field(default_factory=SplitTrace)
+    dropped_scores: float = 0.0
+
+    def rest_degree(self, tensor: int) -> int:
+        """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
+        return tensor if self.vocabulary % tensor == 0 else 1
+
+    def of_precision(self, mode: str, precision: str) -> Shapes:
+        """Return the shapes with parameters as they are stored: in float32 ("mixed"), in "bfloat16", or as those of a
+        built model are ("trainer")."""
+        return self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
+
+    @cached_property
+    def _in_bfloat16(self) -> dict[str, Shapes]:
+        return {mode: in_dtype(shapes, torch.bfloat16) for mode, shapes in self.shapes.items()}
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return self.shapes["none"].elements
+
+    def block_elements(self, tensor: int = 1) -> float:
+        """Return the elements of a block that one of so many tensor ranks holds."""
+        if tensor not in self._of_blocks:
+            held = self.shapes["none"].over(tensor).parameters
+            in_blocks = (each.elements for each in held if each.name.startswith(self.inside))
+            self._of_blocks[tensor] = sum(in_blocks) / self.blocks
+        return self._of_blocks[tensor]
+
+    @cached_property
+    def _of_blocks(self) -> dict[int, float]:
+        return {}
+
+
+def in_dtype(shapes: Shapes, dtype: torch.dtype) -> Shapes:
+    """Return the shapes with floating-point parameters in another dtype than the one that they compute in."""
+    cast = [replace(each, dtype=dtype) if each.dtype.is_floating_point else each for each in shapes.parameters]
+    return replace(shapes, parameters=tuple(cast), checkpoints_itself=False)

@@ -1,0 +1,39 @@
+"""Knobs of a further run with a model that is sharded already: it stays as it is, and other knobs for it would have no
+effect."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from smp_core.config import SmpConfig
+from smp_core.config.rules import contradictions
+from smp_core.engine.decide import Plan
+
+# Settings that do not depend on how a model was sharded.
+_OF_EACH_RUN = SmpConfig.settings_of("checkpoint")
+
+
+def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
+    """Return the knobs in effect: the model's, but for the few that every run sets anew.
+
+    Args:
+        model: what it is called in messages.
+
+    Raises:
+        ValueError: a knob asks for something else than the model has.
+    """
+    config = kept = plan.knobs
+    defaults = SmpConfig()
+    for name in SmpConfig.settings():
+        value, has = asked.asked(name), attrgetter(name)(kept)
+        if name in _OF_EACH_RUN:
+            config = config.with_resolved(name, value, "asked by this run")
+        elif value not in (attrgetter(name)(defaults), has, kept.asked(name)):
+            raise ValueError(
+                f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
+                "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"
+            )
+    wrong = [said for said in contradictions(config) if any(name in said for name in _OF_EACH_RUN)]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return config

@@ -1,0 +1,238 @@
+"""plan(): one call from a model, machines and a batch to a configuration, with its reasons."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from smp_core.config import SmpConfig
+from smp_core.plan.cluster import GIB
+from smp_core.planner.candidate import Candidate
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search
+from smp_core.planner.step_memory import MEMORY_KINDS
+from smp_core.planner.time import TIME_PARTS
+from smp_core.planner.trace import trace
+from smp_core.planner.workload import Workload
+
+ALTERNATIVES = 5
+_MOST_NODES = 4096
+_RATE_BETWEEN_NODES = 400.0  # of a cluster of one node, whose string needs none
+
+
+class NothingFits(ValueError):
+    """No configuration fits the devices.
+
+    Attributes:
+        changes: what would fit, as (what to change, the configuration that fits then); each was looked at.
+    """
+
+    def __init__(self, message: str, changes: list[tuple[str, Candidate]]) -> None:
+        super().__init__(message)
+        self.changes = changes
+
+
+@dataclass(frozen=True, eq=False)
+class Recommendation:
+    """The configuration that was chosen, and what it was chosen from.
+
+    Attributes:
+        model: as it was asked for.
+        fixed: knobs that were given, and are as they were given.
+    """
+
+    model: str
+    trace: ModelTrace
+    hardware: Hardware
+    workload: Workload
+    fixed: Mapping[str, Any]
+    objective: Objective
+    found: Found
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.found.ranked[0]
+
+    @property
+    def config(self) -> SmpConfig:
+        """Return the knobs, as SmpConfig.from_yaml and both faces take them."""
+        return self.chosen.asked
+
+    @cached_property
+    def alternatives(self) -> list[Candidate]:
+        """Return the next best, each with other degrees or another recomputation than those before it."""
+        seen, others = {_outline(self.chosen)}, []
+        for candidate in self.found.ranked[1:]:
+            if _outline(candidate) not in seen:
+                seen.add(_outline(candidate))
+                others.append(candidate)
+        return others[:ALTERNATIVES]
+
+    def why_not(self, **knobs: Any) -> str:
+        """Return why these knobs were not chosen: what refuses them, what does not fit, or what it would cost.
+
+        Args:
+            knobs: as `fixed` of :func:`plan`; the others are chosen anew.
+        """
+        said = ", ".join(f"{knob}={value}" for knob, value in knobs.items())
+        try:
+            given = read_fixed(knobs)
+            found = search(self.trace, self.hardware, self.workload, {**self.fixed, **given}, self.objective)
+        except ValueError as error:
+            return f"{said}: {error}"
+        if not found.ranked:
+            assert found.closest is not None
+            memory = found.closest.memory
+            return (
+                f"{said}: {(memory.total - memory.capacity) / GIB:.1f} GiB over at the least, {_by_kind(found.closest)}"
+            )
+        return f"{said}: {_compared(found.ranked[0], self.chosen)}"
+
+    def days(self, candidate: Candidate | None = None) -> float | None:
+        """Return the days of the whole training; None where its tokens are not known."""
+        tokens = self.workload.tokens
+        return None if tokens is None else tokens / (candidate or self.chosen).tokens_per_second / 86400
+
+    def cost(self, candidate: Candidate | None = None) -> float | None:
+        """Return the price of the whole training; None where tokens or price are not known."""
+        days, price = self.days(candidate), self.hardware.price
+        return None if days is None or price is None else days * 24 * price * self.hardware.nodes
+
+    def front(self) -> list[Recommendation]:
+        """Return the plans for half as many nodes, a quarter and so on as long as one fits, the most nodes first."""
+        plans, nodes = [self], self.hardware.nodes
+        while nodes % 2 == 0 and self.hardware.measured is None:
+            nodes //= 2
+            smaller = replace(self.hardware, nodes=nodes)
+            try:
+                found = search(self.trace, smaller, self.workload, self.fixed, self.objective)
+            except ValueError:
+                break
+            if not found.ranked:
+                break
+            plans.append(replace(self, hardware=smaller, found=found))
+        return plans
+
+
+def plan(
+    model: str | ModelTrace,
+    cluster: str | os.PathLike[str] | Hardware,
+    workload: Workload,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    objective: Objective = "time",
+) -> Recommendation:
+    """Choose every open knob for a model on machines that need not be there.
+
+    Args:
+        model: a known name, a Transformers configuration, or package.module:function
+            (:mod:`smp_core.planner.model_source`); or a trace, to plan again without tracing.
+        cluster: as "32x8:a100-40g@400gbps" (:mod:`smp_core.planner.hardware`).
+        fixed: knobs that stay as they are given, and `micro_batch`; "shard", "context" and "tensor" are short names.
+        objective: "time", "memory" (the lowest peak) or "cost" (the cheapest number of nodes up to the cluster's).
+
+    Raises:
+        NothingFits: with changes that do.
+        ValueError: a model, cluster, knob or batch that is not possible; says what to write.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is not known; allowed: {', '.join(OBJECTIVES)}")
+    hardware = cluster if isinstance(cluster, Hardware) else Hardware.parse(cluster)
+    given = read_fixed(fixed or {})
+    traced = model if isinstance(model, ModelTrace) else trace(model, workload.sequence)
+    found = search(traced, hardware, workload, given, objective)
+    name = "model" if isinstance(model, ModelTrace) else model
+    if not found.ranked:
+        raise _nothing_fits(traced, hardware, workload, given, found)
+    recommended = Recommendation(name, traced, hardware, workload, given, objective, found)
+    if objective == "cost":
+        return min(recommended.front(), key=lambda each: each.chosen.time.total * each.hardware.nodes)
+    return recommended
+
+
+def _outline(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.plan.layout, candidate.plan.knobs.activations.checkpoint
+
+
+def _compared(candidate: Candidate, chosen: Candidate) -> str:
+    """Return how much longer a step is, and what makes it so."""
+    more = candidate.time.total / chosen.time.total - 1
+    if candidate.knobs == chosen.knobs and candidate.micro_batch == chosen.micro_batch:
+        return "this is what was chosen"
+    lost = {part: getattr(candidate.time, part) - getattr(chosen.time, part) for part in TIME_PARTS}
+    worst = max(lost, key=lambda part: lost[part])
+    less = (chosen.memory.total - candidate.memory.total) / GIB
+    memory = f"{abs(less):.1f} GiB {'less' if less > 0 else 'more'} memory"
+    if more <= 0:
+        return (
+            f"{more:+.1%} step time, {memory}, and {candidate.complexity} axes and knobs instead of {chosen.complexity}"
+        )
+    return f"{more:+.1%} step time ({worst} {lost[worst]:+.3g} s), {memory}"
+
+
+def _by_kind(candidate: Candidate) -> str:
+    memory = candidate.memory
+    return ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)
+
+
+def _nothing_fits(
+    traced: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any], found: Found
+) -> NothingFits:
+    assert found.closest is not None
+    memory = found.closest.memory
+    changes = []
+    for words, machines, work, knobs in _changes(hardware, workload, fixed):
+        try:
+            tried = search(traced, machines, work, knobs)
+        except ValueError:
+            continue
+        if tried.ranked:
+            changes.append((words, tried.ranked[0]))
+        if len(changes) == 3:
+            break
+    short = (memory.total - memory.capacity) / GIB
+    lines = [
+        f"nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.1f} GiB of "
+        f"{memory.capacity / GIB:.1f} ({short:.1f} GiB over: {_by_kind(found.closest)})"
+    ]
+    if changes:
+        lines.append("what would fit:")
+    lines += [
+        f"- {words}: {each.memory.total / GIB:.1f} GiB, {each.time.total:.3g} s a step" for words, each in changes
+    ]
+    return NothingFits("\n".join(lines), changes)
+
+
+_Change = tuple[str, Hardware, Workload, dict[str, Any]]
+
+
+def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any]) -> Iterator[_Change]:
+    """Yield changes, the cheapest first: knobs that were fixed, the host's memory, more nodes, less to compute."""
+    for knob in fixed:
+        rest = {name: value for name, value in fixed.items() if name != knob}
+        yield f"leave {knob} open instead of {fixed[knob]!r}", hardware, workload, rest
+    if "state_offload" not in fixed:
+        for where in ("optimizer", "all"):
+            yield f"state_offload={where!r}", hardware, workload, {**fixed, "state_offload": where}
+    if workload.precision == "mixed":
+        words = "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
+        yield words, hardware, replace(workload, precision="bfloat16"), fixed
+    nodes = hardware.nodes
+    rate = hardware.gbit or _RATE_BETWEEN_NODES
+    at = "" if hardware.gbit else f" at {rate:g} Gbit/s"
+    while hardware.measured is None and nodes * 2 <= _MOST_NODES:
+        nodes *= 2
+        more = replace(hardware, nodes=nodes, gbit=rate)
+        whole = math.lcm(workload.global_batch, more.devices)
+        work = workload if workload.global_batch % more.devices == 0 else replace(workload, global_batch=whole)
+        same = "" if work is workload else f" and global_batch={whole}"
+        yield f"{nodes} nodes{at}{same}", more, work, fixed
+    sequence = workload.sequence
+    while sequence >= 256:
+        sequence //= 2
+        yield f"sequences of {sequence} tokens", hardware, replace(workload, sequence=sequence), fixed

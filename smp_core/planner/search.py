@@ -1,0 +1,341 @@
+"""Search: every configuration of the open knobs, those that fit, ranked. A candidate is a plan of
+:func:`smp_core.engine.decide.decide`, with a micro-batch: what is refused there is no candidate here.
+
+Open are the pipeline, tensor, shard and context degrees, the pipeline's schedule and micro-batches, recomputation and
+offloading, what is kept between micro-batches, where optimizer states live, the copy that a node keeps, the chunked
+loss, and the micro-batch. Knobs that the user gave are fixed. A micro-batch is enlarged until memory ends. All
+micro-batches of a step go through pipeline stages in one batch, unless `pipeline.microbatches` is fixed.
+
+Deterministic: the same model, machines and batch give the same ranking. Configurations within 1 % of the best are a
+tie, which the one with the fewest axes and knobs wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import TRAINERS_OWN, Plan, decide, decide_activations, decide_pipeline
+from smp_core.outside.foreign_files import parse_yaml
+from smp_core.plan.cluster import Cluster
+from smp_core.plan.schedules import chunks_of
+from smp_core.planner.candidate import Candidate, Choice
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.search_space import LATER, MICRO_BATCH, Batch, SearchSpace
+from smp_core.planner.stage_part import StageStates, states_of
+from smp_core.planner.stage_time import StagedModel, step_model
+from smp_core.planner.step_memory import PeakMemory, peak_memory
+from smp_core.planner.time import StepModel, block_seconds, model_flops
+from smp_core.planner.workload import Workload
+from smp_core.sharding.dtype_rules import Precision
+
+Objective = Literal["time", "memory", "cost"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost")
+
+SHORT_NAMES = {
+    "shard": "shard_degree",
+    "context": "context_parallel_degree",
+    "tensor": "tensor_parallel_degree",
+    "recomputation": "activations",
+}
+"""What `--fix` also takes for a knob; `pipeline` with a number is the number of stages."""
+
+TIE = 0.01
+_UNPLANNED = ("units", "fp8", "planner")
+_FAR = 1 + TIE  # configurations with stages that cannot come as near to the best are not looked at any closer
+
+
+@dataclass
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        ranked: those that fit, the best first.
+        closest: of those that do not fit, the one with the smallest peak.
+        considered: configurations looked at, micro-batches included.
+        refused: what decide() said to some that it refused.
+        indivisible: degrees of data ranks that do not divide the global batch.
+    """
+
+    ranked: list[Candidate] = field(default_factory=list)
+    closest: Candidate | None = None
+    considered: int = 0
+    refused: list[str] = field(default_factory=list)
+    indivisible: set[int] = field(default_factory=set)
+
+
+def read_fixed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return knob -> value of what is fixed, short names written out.
+
+    Raises:
+        ValueError: a knob that is not there, one that is not planned with, or a value that is not allowed.
+    """
+    fixed: dict[str, Any] = {}
+    for name, written in given.items():
+        value = parse_yaml(written, f"--fix {name}={written}") if isinstance(written, str) else written
+        knob = SHORT_NAMES.get(name, name)
+        if name == "pipeline" and type(value) is int:
+            knob = "pipeline_parallel_degree"
+        if knob in _UNPLANNED:
+            raise ValueError(f"{name}={value!r} is not planned with yet; leave it out and add it to the file by hand")
+        if knob in fixed:
+            raise ValueError(f"{knob} is fixed twice: {fixed[knob]!r} and {value!r}")
+        fixed[knob] = value
+    micro_batch = fixed.get(MICRO_BATCH, 1)
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+        raise ValueError(f"micro_batch={micro_batch!r} is not a number of samples of at least 1")
+    read = SmpConfig.from_dict({knob: value for knob, value in fixed.items() if knob != MICRO_BATCH})
+    plain = read.to_dict()
+    return {knob: fixed[knob] if knob == MICRO_BATCH else plain[knob] for knob in fixed}
+
+
+def search(
+    trace: ModelTrace,
+    hardware: Hardware,
+    workload: Workload,
+    fixed: Mapping[str, Any] | None = None,
+    objective: Objective = "time",
+    *,
+    cluster: Cluster | None = None,
+    precision: Precision = TRAINERS_OWN,
+) -> Found:
+    """Return all configurations that fit, ranked.
+
+    Args:
+        fixed: of :func:`read_fixed`.
+        cluster: the machines as decisions see them; None: those of ``hardware``.
+        precision: what a trainer's precision means, as :func:`decide` takes it.
+
+    Raises:
+        ValueError: no configuration is allowed at all (a contradiction among fixed knobs, a batch that no layout
+            divides); says why.
+    """
+    run = _Search(trace, hardware, workload, dict(fixed or {}), cluster or hardware.cluster(), precision, objective)
+    run.look()
+    found = run.found
+    if not found.ranked and found.closest is None:
+        raise ValueError(_nothing_allowed(found, workload, hardware, run.space.micro_batch))
+    key = {"time": _by_time, "cost": _by_time, "memory": _by_memory}[objective]
+    found.ranked.sort(key=key)
+    if found.ranked:
+        best = key(found.ranked[0])[0]
+        tied = [each for each in found.ranked if key(each)[0] <= best * (1 + TIE)]
+        chosen = min(tied, key=lambda each: (each.complexity, *key(each)))
+        found.ranked.remove(chosen)
+        found.ranked.insert(0, chosen)
+    return found
+
+
+def _by_time(candidate: Candidate) -> tuple[Any, ...]:
+    return (candidate.time.total, candidate.complexity, candidate.memory.total, candidate.choice.words)
+
+
+def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
+    return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.choice.words)
+
+
+@dataclass(frozen=True)
+class _States:
+    """A plan without recomputation, and the model states of its stages, which recomputation does not change."""
+
+    plan: Plan
+    names: tuple[str, ...]
+    of_stages: tuple[StageStates, ...]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A plan and a batch, with what they take of memory; of stages the schedule, and not yet the micro-batches."""
+
+    plan: Plan
+    names: tuple[str, ...]
+    model: StepModel
+    batch: Batch
+    memory: PeakMemory
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+
+class _Search:
+    """One walk over the open knobs."""
+
+    def __init__(
+        self,
+        trace: ModelTrace,
+        hardware: Hardware,
+        workload: Workload,
+        fixed: dict[str, Any],
+        cluster: Cluster,
+        precision: Precision,
+        objective: Objective,
+    ) -> None:
+        self.objective, self.best = objective, math.inf
+        self.trace, self.hardware, self.workload = trace, hardware, workload
+        self.space = SearchSpace(trace, hardware, workload, fixed, cluster)
+        self.cluster, self.precision = cluster, precision
+        self.links = hardware.links()
+        flops = model_flops(trace, workload.global_batch, workload.sequence)
+        self.shared: dict[Any, Any] = {}  # between models of steps
+        self.of_all = (flops, hardware.device.flops, workload.tokens_of_step)
+        self.found = Found()
+
+    def look(self) -> None:
+        """Walk over layouts; over the other knobs only where the sparest of them fits."""
+        self._walk()
+        self.found.refused += self.space.refused
+
+    def _walk(self) -> None:
+        for layout in self.space.layouts():
+            stages = layout["pipeline_parallel_degree"]
+            split = layout["tensor_parallel_degree"] * layout["context_parallel_degree"] * stages
+            data = self.hardware.devices // split
+            if data * split != self.hardware.devices:
+                self._decided(dict(layout))  # decide() says why not
+                continue
+            samples = self.workload.global_batch // data
+            batches = [] if self.workload.global_batch % data else self.space.batches(samples, stages > 1)
+            if not batches:
+                self.found.indivisible.add(data)
+                continue
+            for knobs in self.space.states_of(layout, samples > batches[0].size):
+                states = self._decided(knobs)
+                if states is None:
+                    continue
+                choices = list(self.space.later_knobs(stages))  # the sparest is the last
+                if not any(each.fits for each in self._ways(states, choices[-1], batches[:1], all_of_them=True)):
+                    continue
+                for others in reversed(choices):
+                    near = [batch for batch in batches if not self._computes_too_long(states.plan, others, batch)]
+                    self.found.considered += len(batches) - len(near)
+                    for way in self._ways(states, others, near) if near else ():
+                        self._take(way)
+
+    def _decided(self, knobs: dict[str, Any]) -> _States | None:
+        """Decide about all knobs but those of :data:`LATER`; None: refused."""
+        knobs = {**knobs, **{knob: value for knob, value in self.space.fixed.items() if value != "auto"}}
+        own = {knob: value for knob, value in knobs.items() if knob not in LATER}
+        try:
+            if knobs.get("pipeline_parallel_degree", 1) > 1 and self.trace.uncut:
+                raise ValueError(self.trace.uncut)
+            tensor = knobs.get("tensor_parallel_degree", 1)
+            if (
+                tensor in self.trace.split.unsplit and "tensor_parallel" not in self.space.fixed
+            ):  # which may have its own plan
+                raise ValueError(self.trace.split.unsplit[tensor])
+            if knobs.get("context_parallel_degree", 1) > 1 and self.trace.dropped_scores:
+                raise ValueError(
+                    f"context_parallel_degree={knobs['context_parallel_degree']}: the model drops "
+                    f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
+                    "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
+                )
+            shapes = self.trace.of_precision("none", self.workload.precision)
+            plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
+        except ValueError as error:
+            self.found.refused.append(str(error))
+            return None
+        return _States(plan, tuple(own), states_of(plan, self.workload.states))
+
+    def _ways(
+        self, states: _States, knobs: dict[str, Any], batches: list[Batch], all_of_them: bool = False
+    ) -> Iterator[_Way]:
+        """Yield what rising micro-batches take of memory, the first that does not fit last.
+
+        Args:
+            all_of_them: also those with stages that are far behind the best.
+        """
+        tokens = self.workload.sequence
+        try:
+            plan = self._decided_later(states.plan, knobs)
+        except ValueError as error:
+            self.found.refused.append(str(error))
+            return
+        model = step_model(plan, self.trace, self.hardware, self.links, tokens, self.hardware.fitted, self.shared)
+        of_stages = states.of_stages
+        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
+            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        for batch in batches:
+            if batch.in_stages % plan.layout.pipeline and chunks_of(plan.knobs.pipeline.schedule) > 1:
+                continue  # not a full round
+            self.found.considered += 1
+            if not all_of_them and self._is_far(model, batch):
+                continue
+            sizes = (batch.size, batch.count)
+            memory = peak_memory(plan, self.trace, *sizes, tokens, of_stages, batch.in_stages)
+            way = _Way(plan, (*states.names, *knobs), model, batch, memory)
+            yield way
+            if not memory.fits:
+                closest = self.found.closest
+                if closest is None or memory.total < closest.memory.total:
+                    self.found.closest = self._candidate(way)
+                return
+
+    def _computes_too_long(self, plan: Plan, knobs: dict[str, Any], batch: Batch) -> bool:
+        """Return whether computing alone takes stages longer than the best configuration so far."""
+        if plan.stages is None or self.objective == "memory":
+            return False
+        layout, stages = plan.layout, plan.stages.count
+        where = (knobs["activations"].checkpoint, batch.size, layout.tensor, layout.context)
+        if where not in self.shared:
+            tokens = self.workload.sequence / layout.context
+            self.shared[where] = block_seconds(self.trace, self.hardware, *where, tokens)
+        chunk = max(self.trace.blocks // (stages * chunks_of(knobs["pipeline"])), 1)
+        begun = batch.count / batch.in_stages * (stages - 1) * chunk
+        least = (batch.count * -(-self.trace.blocks // stages) + begun) * self.shared[where]
+        return bool(least > _FAR * self.best)
+
+    def _is_far(self, model: StepModel, batch: Batch) -> bool:
+        """Return whether a configuration with stages cannot come near the best one so far."""
+        if self.objective == "memory" or not isinstance(model, StagedModel):
+            return False
+        return model.least(batch.size, batch.count, batch.in_stages) > _FAR * self.best
+
+    def _decided_later(self, plan: Plan, knobs: dict[str, Any]) -> Plan:
+        mode = knobs["activations"].checkpoint
+        if not isinstance(mode, str) or mode not in self.trace.shapes:
+            raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
+        own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
+        plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision), **own)
+        if "pipeline" in knobs:
+            plan = decide_pipeline(plan, {**self.space.pipeline, "schedule": knobs["pipeline"]})
+        return plan
+
+    def _take(self, way: _Way) -> None:
+        """Rank a configuration that fits; one with stages only if it is not far behind the best."""
+        if not way.fits or (self.objective == "memory" and way.plan.stages and way.memory.total > _FAR * self.best):
+            return
+        candidate = self._candidate(way)
+        self.found.ranked.append(candidate)
+        self.best = min(self.best, candidate.memory.total if self.objective == "memory" else candidate.time.total)
+
+    def _candidate(self, way: _Way) -> Candidate:
+        plan, batch = way.plan, way.batch
+        if isinstance(way.model, StagedModel):
+            time = way.model.step(batch.size, batch.count, batch.in_stages)
+            flow = {**self.space.pipeline, "schedule": plan.knobs.pipeline.schedule}
+            plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
+        else:
+            time = way.model.step(batch.size, batch.count)
+        choice = Choice(plan.knobs.unresolved, plan, way.names)
+        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all)
+
+
+def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:
+    if found.refused:
+        return f"no configuration is allowed with these knobs: {found.refused[-1]}"
+    ranks = min(found.indivisible)
+    if micro_batch is not None:
+        return (
+            f"micro_batch={micro_batch}: with global_batch={workload.global_batch} no layout of "
+            f"{hardware.devices} devices gives each rank a multiple of it; leave it open, or change one of both"
+        )
+    near = max(round(workload.global_batch / ranks), 1) * ranks
+    return (
+        f"global_batch={workload.global_batch} is divided by no layout of {hardware.devices} devices: the fewest ranks "
+        f"that read different samples are {ranks}; write a multiple of it, as {near}"
+    )

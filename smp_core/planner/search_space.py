@@ -1,0 +1,184 @@
+"""SearchSpace: the values of the open knobs that a search walks over, given ones as they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smp_core.config.recipes import Activations, Pipeline
+from smp_core.plan.cluster import Cluster
+from smp_core.plan.schedules import chunks_of
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.time import block_seconds
+from smp_core.planner.workload import Workload
+from smp_core.topology import Topology
+
+MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
+LATER = ("activations", "chunked_cross_entropy", "pipeline")
+"""Knobs that change no model states, but for which of them a stage has."""
+
+# Chunks send several times as much; and where messages take long, all forwards before all backwards wait for fewer of
+# them than 1F1B. Both take more memory than 1F1B, which is the last therefore.
+_BEHIND_SLOW_LINKS, _BEHIND_FAST_LINKS = ("gpipe", "1f1b"), ("interleaved:4", "interleaved:2", "1f1b")
+_SLOW = 0.1  # a message by a stage's forward and backward
+_LARGEST_MICRO_BATCH = 256
+_TOKENS_OF_A_PIECE = 1024  # shorter pieces of a sequence are not worth their exchange of keys
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One way to cut a rank's samples of a step.
+
+    Attributes:
+        size: samples of a micro-batch.
+        count: micro-batches of a step.
+        in_stages: of those, how many go through pipeline stages in one batch.
+    """
+
+    size: int
+    count: int
+    in_stages: int
+
+
+class SearchSpace:
+    """The open knobs of one search.
+
+    Args:
+        fixed: knobs that stay as they are, with the micro-batch and how many make a step.
+
+    Attributes:
+        fixed: knobs that stay.
+        pipeline: fields of the knob `pipeline` that stay, if it is given: those that are not "auto".
+        refused: what was said to degrees that the machines do not take.
+    """
+
+    def __init__(
+        self, trace: ModelTrace, hardware: Hardware, workload: Workload, fixed: Mapping[str, Any], cluster: Cluster
+    ) -> None:
+        self.trace, self.hardware, self.workload, self.cluster = trace, hardware, workload, cluster
+        self.fixed = dict(fixed)
+        self.micro_batch, self.count = self.fixed.pop(MICRO_BATCH, None), self.fixed.pop(COUNT, None)
+        asked = self.fixed.get("pipeline")
+        given = None if asked is None else Pipeline.read(asked)
+        self.pipeline = {} if given is None else {k: v for k, v in given.to_dict().items() if v != "auto"}
+        self.refused: list[str] = []
+
+    def layouts(self) -> Iterator[dict[str, int]]:
+        for stages in self._open("pipeline_parallel_degree", self._stages()):
+            try:
+                topology = self.cluster.topology.of_stage(stages)
+            except ValueError as error:
+                self.refused.append(str(error))
+                continue
+            for inner in self._layouts_inside(topology):
+                yield {"pipeline_parallel_degree": stages, **inner}
+
+    def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
+        """Yield the degrees of one stage's ranks."""
+        k = topology.ranks_per_node
+        heads, words, unsplit = self.trace.heads, self.trace.vocabulary, self.trace.split.unsplit
+        takes = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in unsplit]
+        wide = [n for n in takes if words % n == 0]  # with whole embeddings only where it is fixed: a longer search
+        tensors = [1, *wide]
+        for tensor in self._open("tensor_parallel_degree", tensors):
+            groups = topology.of_groups(tensor) if k % tensor == 0 else topology
+            shards = self._open("shard_degree", groups.allowed_shard_degrees())
+            for shard in shards:
+                degree = groups.resolve_shard_degree(shard) if shard in ("node", "world") else shard
+                for context in self._open("context_parallel_degree", self._contexts(tensor, degree, k)):
+                    yield {
+                        "tensor_parallel_degree": tensor,
+                        "shard_degree": degree,
+                        "context_parallel_degree": context,
+                    }
+
+    def _stages(self) -> list[int]:
+        """Return numbers of stages: of whole nodes or equal parts of one, with a block for each."""
+        if self.trace.uncut:
+            return [1]
+        world, k = self.hardware.devices, self.hardware.ranks_per_node
+        sizes = {n: world // n for n in range(1, min(world, self.trace.blocks) + 1) if world % n == 0}
+        return [n for n, size in sizes.items() if size % k == 0 or k % size == 0]
+
+    def _contexts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
+        found = [1]
+        while self.trace.heads and not self.trace.dropped_scores and found[-1] * 2 * tensor <= ranks_per_node:
+            degree = found[-1] * 2
+            if shard % degree or self.workload.sequence // degree < _TOKENS_OF_A_PIECE:
+                break
+            found.append(degree)
+        return found
+
+    def _open(self, knob: str, values: Any) -> Any:
+        """Return the fixed value alone, or all of them."""
+        fixed = self.fixed.get(knob, "auto")
+        return values if fixed == "auto" else [fixed]
+
+    def batches(self, samples: int, in_stages: bool) -> list[Batch]:
+        """Return the ways to cut a rank's samples of a step, by rising size. Where the loader's batch is given, stages
+        cut it."""
+        sizes = [n for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % n == 0]
+        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches") if in_stages else None
+        if self.count is not None:  # of a run: its loader's batches make a step
+            if loaded is None or loaded * self.count != samples:
+                return []
+            sizes = [n for n in sizes if loaded % n == 0] if in_stages else [loaded]
+        elif loaded is not None:
+            sizes = [n for n in [loaded] if samples % n == 0]
+        found = []
+        for size in sizes:
+            count = samples // size
+            together = count if self.count is None else count // self.count
+            if fixed is not None:
+                if count % fixed or (self.count is not None and together != fixed):
+                    continue
+                together = fixed
+            found.append(Batch(size, count, together))
+        return found
+
+    def states_of(self, layout: dict[str, int], several: bool) -> Iterator[dict[str, Any]]:
+        """Yield the knobs about model states that mean something in a layout."""
+        gathers = layout["shard_degree"] > 1
+        of_stage = self.hardware.devices // layout["pipeline_parallel_degree"]
+        k = min(self.hardware.ranks_per_node, of_stage) // layout["tensor_parallel_degree"]
+        kept = ["shards", *(["parameters", "gradients"] if gathers and several else [])]
+        replicas = layout["shard_degree"] * layout["tensor_parallel_degree"] < of_stage
+        copies = ["auto", *(["node"] if layout["shard_degree"] > k > 1 else [])]
+        dtype = "bfloat16" if self.workload.precision == "mixed" else None
+        for keep in self._open("keep_between_micro_batches", kept):
+            for copy in self._open("reshard_after_forward", copies if keep == "shards" else ["auto"]):
+                for states in self._open("optimizer_shard", ["shard", *(["world"] if replicas else [])]):
+                    named = {
+                        **layout,
+                        "param_dtype": dtype,
+                        "keep_between_micro_batches": keep,
+                        "reshard_after_forward": copy,
+                        "optimizer_shard": states,
+                    }
+                    yield {**named, **self.fixed}
+
+    def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
+        """Yield the knobs that change no model states: recomputation, the loss's chunks, the pipeline's schedule."""
+        modes: list[Any] = ["none", "selective", "full", {"checkpoint": "full", "offload": True}]
+        chunks = [None, 1024] if self.trace.heads else [None]
+        schedules = [None] if stages == 1 else self._schedules(stages)
+        fixed = self.fixed
+        for mode in map(Activations.read, [fixed["activations"]] if "activations" in fixed else modes):
+            # Recomputation goes before chunks of the loss, which only the last of several stages has.
+            tried = chunks[:1] if stages > 1 and mode is not None and mode.checkpoint != "full" else chunks
+            for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else tried:
+                for schedule in schedules:
+                    named = {"activations": mode, "chunked_cross_entropy": chunk}
+                    yield named if schedule is None else {**named, "pipeline": schedule}
+
+    def _schedules(self, stages: int) -> list[str]:
+        if "schedule" in self.pipeline:
+            return [self.pipeline["schedule"]]
+        between, tokens = self.hardware.links().inter, self.workload.sequence
+        message = self.trace.block["full"].at(1, tokens).kept
+        computing = block_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens) * self.trace.blocks / stages
+        slow = between is not None and message / between.all_gather.bandwidth > _SLOW * computing
+        tried = _BEHIND_SLOW_LINKS if slow else _BEHIND_FAST_LINKS
+        return [each for each in tried if stages * chunks_of(each) <= self.trace.blocks]

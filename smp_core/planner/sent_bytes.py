@@ -1,0 +1,197 @@
+"""Bytes that leave rank 0, or the first rank of a pipeline stage, in a step, by kind of collective and class of link,
+from shapes alone.
+
+Kinds, classes and the arithmetic of rings are those of :class:`smp_core.comm.meter.CommMeter`, so that a plan, a dry
+run and a training can be compared number by number. A unit of a partition group of P = M K ranks, K on each of M nodes,
+with F bytes of full parameters (or of gradients, in the dtype that they are reduced in):
+
+    one stage     (P - 1) / P F to the right neighbour
+    two stages    (M - 1) / M F / K between nodes, (K - 1) / K F inside
+
+Sums across replicas are of what a rank holds of a unit. Compressed payloads are not counted here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from smp_core.engine.decide import Plan
+from smp_core.pipeline.rules import Stages
+from smp_core.plan.memory import unit_bytes
+from smp_core.plan.units import PlannedUnit
+from smp_core.planner.context_bytes import exchanges, keys_and_values
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.step_memory import recomputation
+
+# Gathers and sums of a block's tensor ranks that are made again in backward, by way of recomputation.
+_AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (2, 1), "full": (2, 1)}
+
+
+def sent_bytes(
+    plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int, stage: int = 0
+) -> dict[str, float]:
+    """Return the bytes of a plan by "kind/link", as in "all_gather/inter".
+
+    Args:
+        trace: of the model; None: bytes of context and tensor ranks are left out, and messages of stages.
+        micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
+        tokens: of a whole sequence.
+        stage: the pipeline stage whose first rank sends.
+    """
+    plan = plan.of_stage(stage)
+    sent = _Sent(plan, stage)
+    for unit in plan.sharded_units:
+        sent.gathers(unit, count)
+        sent.reductions(unit, count)
+    for names in plan.replicated_parameters:
+        sent.replicated(names)
+    if plan.layout.context > 1 and trace is not None:
+        sent.context(trace, micro_batch, count, tokens)
+    if plan.layout.tensor > 1 and trace is not None:
+        sent.tensor(trace, micro_batch, count, tokens)
+    if plan.stages is not None and trace is not None:
+        sent.messages(trace, micro_batch, count, tokens, plan.stages)
+    return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
+
+
+class _Sent:
+    """A running count of bytes by kind and link."""
+
+    def __init__(self, plan: Plan, stage: int = 0) -> None:
+        self.plan, self.stage = plan, stage
+        self.bytes: defaultdict[str, float] = defaultdict(float)
+        layout = plan.layout
+        self.per_node = plan.cluster.topology.ranks_per_node
+        self.shard = plan.shard_degree
+        self.stride = layout.tensor  # from a rank to its neighbour in the partition group
+
+    def gathers(self, unit: PlannedUnit, count: int) -> None:
+        """Count gathers of a unit: in forward, and in backward where it was freed."""
+        full = unit_bytes(self.plan, unit, "gathered")
+        times = 1 if self.plan.keeps_parameters else count
+        self._over_partition("all_gather", full * times)
+        kept = self.plan.knobs.reshard_after_forward
+        if unit.is_root or kept is False:
+            return
+        if type(kept) is int:  # a copy that neighbours hold between forward and backward
+            self._ring("all_gather", kept, self.stride, full * times)
+        else:
+            self._over_partition("all_gather", full * times)
+
+    def reductions(self, unit: PlannedUnit, count: int) -> None:
+        """Count reductions inside the partition group, and the sum across replicas."""
+        full = unit_bytes(self.plan, unit, "reduced")
+        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else count))
+        replicas, stride = self.plan.layout.replicate, self.shard * self.stride
+        held = full / self.shard
+        if self.plan.knobs.optimizer_shard == "world":
+            self._in_stages("all_reduce", replicas, stride, held, 1)
+            self._in_stages("all_gather", replicas, stride, unit_bytes(self.plan, unit, "gathered") / self.shard, 1)
+        else:
+            self._over_replicas(replicas, stride, held)
+
+    def replicated(self, names: tuple[str, ...]) -> None:
+        """Count the sum of parameters that every rank holds whole, over all ranks whose gradients are added up."""
+        found = [self.plan.split_shapes.of_name(name) for name in names]
+        trainable = [each for each in found if each.trainable]
+        full = sum(each.elements * self.plan.dtypes.of_reduced(each).itemsize for each in trainable)
+        ranks = self.plan.layout.replicate * self.shard
+        if self.plan.knobs.optimizer_shard == "world" and self.shard == 1:
+            stepped = sum(each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in trainable)
+            self._in_stages("all_reduce", ranks, self.stride, full, 1)
+            self._in_stages("all_gather", ranks, self.stride, stepped, 1)
+        else:
+            self._over_replicas(ranks, self.stride, full)
+
+    def context(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+        """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
+        their gradients."""
+        degree = self.plan.layout.context
+        whole = keys_and_values(self.plan, trace.block["none"].at(micro_batch, tokens / degree))
+        gathered, summed = exchanges(self.plan)
+        passes = self._blocks(trace) * count * whole
+        self._ring("context_gather", degree, self.stride, gathered * passes)
+        self._ring("context_reduce", degree, self.stride, summed * passes)
+
+    def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+        """Count what the two split products of each block send, in forward, where that is made again, and in backward;
+        and gradients of vectors among split tokens, embedding, head and the loss."""
+        degree, held = self.plan.layout.tensor, tokens / self.plan.layout.context
+        rows = micro_batch * held * count
+        inputs = trace.block["full"].at(micro_batch, held).kept * count
+        gathers, scatters = _AGAIN[recomputation(self.plan)]
+        blocks, stages = self._blocks(trace), self.plan.stages
+        is_first, is_last = self.stage == 0, stages is None or self.stage == stages.count - 1
+        if self.plan.knobs.tensor_parallel.sequence_parallel:
+            # Tokens are split before the first block, and joined behind the last.
+            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * blocks + is_first + is_last) * inputs)
+            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * blocks * inputs)
+            self._ring("tensor_all_reduce", degree, 1, 2 * count * self._vectors(inputs / rows))
+        else:
+            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * blocks * inputs)
+        if trace.rest_degree(degree) == degree:
+            # The embedding's outputs, the gradient of the head's inputs; four float32 numbers of each token's logits.
+            self._ring("tensor_all_reduce", degree, 1, 2 * (is_first * inputs + is_last * (inputs + 4 * 4 * rows)))
+
+    def messages(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int, stages: Stages) -> None:
+        """Count activations to the next stage, and their gradients to the one before, of each chunk."""
+        held = tokens / self.plan.layout.context
+        split = self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
+        chunks = stages.chunks(self.stage)
+        forward = sum(chunk < stages.n_chunks - 1 for chunk in chunks)
+        backward = sum(chunk > 0 for chunk in chunks)
+        sent = trace.block["full"].at(micro_batch, held).kept / split * count
+        ranks = self.plan.cluster.topology.world_size // stages.count
+        link = "inter" if ranks * (stages.count - 1) >= self.per_node else "intra"
+        self._add("pipeline", link, (forward + backward) * sent)
+
+    def _blocks(self, trace: ModelTrace) -> int:
+        stages = self.plan.stages
+        return trace.blocks if stages is None else sum(stages.blocks_of(self.stage))
+
+    def _vectors(self, row_bytes: float) -> float:
+        """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and
+        biases of row layers."""
+        inside = [unit for unit in self.plan.units if not unit.is_root]
+        found = [self.plan.shapes.of_name(name) for unit in inside for name in unit.parameters]
+        whole = [each for each in found if len(each.shape) == 1 and each.split_dim is None]
+        sizes = [each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in whole]
+        return float(sum(size for size in sizes if size <= row_bytes))
+
+    def _over_partition(self, kind: str, full: float) -> None:
+        inside = max(self.per_node // self.stride, 1)
+        if self.plan.hierarchical:
+            self._add(kind, "inter", (self.shard - inside) / self.shard * full / inside)
+            self._add(kind, "intra", (inside - 1) / inside * full)
+        else:
+            self._ring(kind, self.shard, self.stride, full)
+
+    def _over_replicas(self, ranks: int, stride: int, held: float) -> None:
+        inside = self._on_node(ranks, stride)
+        if 1 < inside < ranks and self.plan.knobs.collectives.hierarchical:
+            self._in_stages("all_reduce", ranks, stride, held, 2)
+        else:
+            self._ring("all_reduce", ranks, stride, 2 * held)
+
+    def _in_stages(self, kind: str, ranks: int, stride: int, held: float, ways: int) -> None:
+        """A scatter or a gather inside nodes and between them, or (two ways) both."""
+        if ranks == 1:
+            return
+        inside = self._on_node(ranks, stride)
+        if not self.plan.knobs.collectives.hierarchical and 1 < inside < ranks:
+            inside = 1
+        nodes = ranks // inside
+        self._add(kind, "intra", ways * (inside - 1) / inside * held)
+        if nodes > 1:
+            self._add(kind, "inter", ways * (nodes - 1) / nodes * held / inside)
+
+    def _on_node(self, ranks: int, stride: int) -> int:
+        return max(min(self.per_node // stride, ranks), 1)
+
+    def _ring(self, kind: str, ranks: int, stride: int, full: float) -> None:
+        if ranks > 1:
+            self._add(kind, "intra" if stride < self.per_node else "inter", (ranks - 1) / ranks * full)
+
+    def _add(self, kind: str, link: str, n_bytes: float) -> None:
+        self.bytes[f"{kind}/{link}"] += n_bytes

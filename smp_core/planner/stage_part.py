@@ -1,0 +1,95 @@
+"""StagePart: what one pipeline stage has of a traced model, and how much of a step; without stages all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smp_core.engine.decide import Plan
+from smp_core.plan.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
+from smp_core.plan.optimizers import OPTIMIZERS, OptimizerStates
+from smp_core.plan.schedules import blocks_kept
+from smp_core.plan.shapes import Shapes
+from smp_core.planner.model_trace import ModelTrace
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of a model that one stage has.
+
+    Attributes:
+        stage: its number.
+        blocks: that it has.
+        chunk: blocks that one of its computations goes through.
+        elements: of its parameters, as one tensor rank holds them.
+        block_elements: of them in each block.
+        root: of them outside of blocks; ``behind`` of these work behind the blocks.
+        is_first, is_last: whether it has what comes before the blocks, and behind them.
+        is_whole: there are no stages.
+    """
+
+    stage: int
+    blocks: int
+    chunk: int
+    elements: float
+    block_elements: float
+    root: float
+    behind: float
+    is_first: bool = True
+    is_last: bool = True
+    is_whole: bool = True
+
+    @classmethod
+    def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
+        of_block = trace.block_elements(plan.layout.tensor)
+        if plan.stages is None:
+            outside = plan.split_shapes.elements - trace.blocks * of_block
+            return cls(stage, trace.blocks, trace.blocks, plan.split_shapes.elements, of_block, outside, outside)
+        sizes, elements = plan.stages.blocks_of(stage), shapes_of_stage(plan, stage).over(plan.layout.tensor).elements
+        blocks, is_last = sum(sizes), stage == plan.stages.count - 1
+        root = elements - blocks * of_block
+        behind = root if is_last else 0.0
+        return cls(stage, blocks, max(sizes), elements, of_block, root, behind, stage == 0, is_last, False)
+
+    def kept(self, plan: Plan, in_stages: int) -> int:
+        """Return the most blocks whose activations wait for backward at one time, those of several micro-batches
+        counted one by one.
+
+        Args:
+            in_stages: micro-batches that go through the stages in one batch.
+        """
+        if plan.stages is None:
+            return self.blocks
+        schedule, stages = plan.knobs.pipeline.schedule, plan.stages
+        return blocks_kept(schedule, stages.count, self.stage, in_stages, stages.blocks_of(self.stage))
+
+
+@dataclass(frozen=True)
+class StageStates:
+    """Model states of one stage, or of a model without stages."""
+
+    stage: int
+    memory: MemoryEstimate
+    gradients: GradientBytes
+
+
+def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> tuple[StageStates, ...]:
+    """Return the states of each stage that no earlier one is like; without stages of the model."""
+    if plan.stages is None:
+        return (StageStates(0, estimate(plan, optimizer), gradient_bytes(plan)),)
+    return tuple(_of_stage(plan, stage, optimizer) for stage in plan.stages.unlike)
+
+
+def _of_stage(plan: Plan, stage: int, optimizer: OptimizerStates) -> StageStates:
+    own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
+    return StageStates(stage, estimate(own, optimizer), gradient_bytes(own))
+
+
+def shapes_of_stage(plan: Plan, stage: int) -> Shapes:
+    """Return the shapes of a stage's parameters alone."""
+    assert plan.stages is not None
+    known: dict[Any, Shapes] = plan.shapes.stages.setdefault("shapes", {})
+    key = (plan.stages.count, plan.stages.sizes, stage)
+    if key not in known:
+        known[key] = plan.stages.shapes_of(stage, plan.shapes)
+    return known[key]

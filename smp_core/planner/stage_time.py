@@ -1,0 +1,378 @@
+"""The time of a step through pipeline stages: the schedule's own list of computations, played.
+
+A computation of a stage takes what its blocks take (:mod:`smp_core.planner.time`): computing, and what is waited for
+of gathers, reductions, tensor and context ranks. What comes before the blocks and behind them counts on its stage, in
+its chunk. A computation begins when the one before it on its stage has ended and its activation, or gradient, has
+arrived. A message leaves when the computation that gave it has ended and the ones before it to the same stage have
+left; it takes its bytes over the link between the two stages, and arrives a latency later. What is left of the time,
+the bubble and what is waited for of messages, is the part ``pipeline`` of :class:`smp_core.planner.time.StepTime`.
+
+Behind its last backward pass a stage waits for the sums across its replicas, all for those of tied parameters, and each
+steps what it has. Of many micro-batches only the first few rounds are played: each further round takes the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from smp_core.cluster.links import Links
+from smp_core.engine.decide import Plan
+from smp_core.plan.schedules import chunks_of, computations
+from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.stage_part import StagePart
+from smp_core.planner.time import TIME_PARTS, StepModel, StepTime, computing_seconds, exposed_seconds
+
+_ROUNDS = 3
+"""Rounds of as many micro-batches as there are stages that are played."""
+
+# A step's first micro-batch, those between, its last, and one that is both.
+_FIRST, _BETWEEN, _LAST, _ONLY = range(4)
+_PLACES = 4
+
+Seconds = tuple[float, float, float, float, float]
+"""Of a computation: computing, waiting for gathers and reductions, for tensor ranks, for context ranks, for copies."""
+
+_PARTS = ("compute", "gathers", "tensor", "context", "copies")
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One computation of a schedule, in an order in which all come after what they wait for.
+
+    Attributes:
+        kind: its place in a table of seconds: direction, chunk, and the micro-batch's place in the step.
+        waits_for: the turn whose message it needs; -1: none.
+        link: on which its own message leaves, stage * stages + stage; -1: it has none.
+    """
+
+    stage: int
+    kind: int
+    waits_for: int
+    link: int
+
+
+@dataclass(frozen=True)
+class _OfSize:
+    """Seconds of micro-batches of one size.
+
+    Attributes:
+        of_block: forward and backward, by the micro-batch's place in the step.
+        around: of what comes before the blocks and behind them, forward and backward.
+        totals: of ``of_block``.
+        hop: of a block's sum across replicas, behind the last computation.
+    """
+
+    of_block: Sequence[Sequence[Seconds]]
+    around: Sequence[tuple[float, float]]
+    totals: Sequence[Sequence[float]]
+    hop: float
+
+
+def step_model(
+    plan: Plan,
+    trace: ModelTrace,
+    hardware: Hardware,
+    links: Links,
+    tokens: int,
+    fitted: Fitted = FITTED,
+    shared: dict[Any, Any] | None = None,
+) -> StepModel:
+    """Return the times of a plan, with pipeline stages or without.
+
+    Args:
+        tokens: of a whole sequence.
+        shared: as of :class:`StagedModel`.
+    """
+    if plan.stages is None:
+        return StepModel(plan, trace, hardware, links, tokens, fitted)
+    return StagedModel(plan, trace, hardware, links, tokens, fitted, shared)
+
+
+class StagedModel(StepModel):
+    """The times of a plan with pipeline stages.
+
+    Args:
+        shared: between models of one trace and hardware: what was computed before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trace: ModelTrace,
+        hardware: Hardware,
+        links: Links,
+        tokens: int,
+        fitted: Fitted = FITTED,
+        shared: dict[Any, Any] | None = None,
+    ) -> None:
+        super().__init__(plan, trace, hardware, links, tokens, fitted)
+        self._shared = {} if shared is None else shared
+        assert plan.stages is not None
+        self.stages, layout, of = plan.stages, plan.layout, self.collectives
+        self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
+        first = plan.shapes.parameters[0]
+        gathered, self.reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
+        roots = [part.root for part in self.parts]
+        sharded = [n if plan.gathers else 0.0 for n in roots]
+        gathers = {n: of.partition("all_gather", n * gathered) if n else 0.0 for n in set(sharded)}
+        sums = {n: of.partition("reduce_scatter", n * self.reduced) if n else 0.0 for n in set(sharded)}
+        hops = {n: of.replicas(n * self.reduced, self.spare_hop) if n else 0.0 for n in set(roots)}
+        self.root_gather, self.root_sum = [gathers[n] for n in sharded], [sums[n] for n in sharded]
+        self.root_hop = [hops[n] for n in roots]
+        self.ranks = layout.world_size // layout.pipeline
+        self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
+        self.latencies = self._wires(0.0)
+        # What blocks wait for forward and backward, and what a computation waits for once, by stage; by place.
+        opens = [place in (_FIRST, _ONLY) or not plan.keeps_parameters for place in range(_PLACES)]
+        closes = [place in (_LAST, _ONLY) or not plan.keeps_gradients for place in range(_PLACES)]
+        backward = [a * self.gather_again + b * self.sum[0] for a, b in zip(opens, closes, strict=True)]
+        self.behind = ([each * self.gather[0] for each in opens], backward)
+        begun = [[each * (root + self.gather[0]) for each in opens] for root in self.root_gather]
+        ended = [[each * root for each in closes] for root in self.root_sum]
+        self.ends = (begun, ended)
+        self._known: dict[int, _OfSize] = {}
+
+    def _of_cut(self, key: tuple[Any, ...]) -> list[StagePart]:
+        if key not in self._shared:
+            self._shared[key] = [StagePart.of(self.plan, self.trace, stage) for stage in range(self.stages.count)]
+        parts: list[StagePart] = self._shared[key]
+        return parts
+
+    def step(self, micro_batch: int, count: int, in_stages: int | None = None) -> StepTime:
+        """Return the time of a step of ``count`` micro-batches.
+
+        Args:
+            in_stages: how many of them go through the stages in one batch; None: as the plan has it.
+        """
+        asked, stages = self.plan.knobs.pipeline, self.stages
+        together = in_stages or asked.microbatches
+        assert isinstance(together, int)
+        batches = max(count // together, 1)
+        of_size = self._of_size(micro_batch)
+        table = self._seconds(of_size)
+        wires = self._wires(self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
+        replicas = [part.blocks * of_size.hop + own for part, own in zip(self.parts, self.root_hop, strict=True)]
+        ends = [0.0] * stages.count
+        for is_first, is_last in _batches(batches):
+            times = 1 if is_first or is_last else batches - 2
+            seconds = _with_places(table, is_first, is_last)
+            found = played(asked.schedule, stages.count, together, seconds, wires, self.latencies)
+            ends = [max(ends) + times * (max(found) if not is_last else end) for end in found]
+        stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
+        whole = [sum(each) for each in zip(ends, replicas, stepped, strict=True)]
+        slowest = whole.index(max(whole))
+        tied = self._tied_seconds()
+        parts = dict(zip(_PARTS, self._busy(of_size, slowest, count), strict=True))
+        parts |= {"replicas": replicas[slowest] + tied, "optimizer": stepped[slowest]}
+        parts["pipeline"] = max(whole[slowest] + tied - sum(parts.values()), 0.0)
+        return StepTime(**{part: parts[part] for part in TIME_PARTS})
+
+    def least(self, micro_batch: int, count: int, in_stages: int) -> float:
+        """Return seconds that schedules of this many chunks take at least, but for a part of the first round where
+        stages are uneven: of a stage's computations and sums, of the first and last round of each batch, and of the
+        messages over one link."""
+        of_size, stages = self._of_size(micro_batch), self.stages
+        of_block = sum(of_size.totals[way][_BETWEEN] for way in range(2))
+        wire = self._between(0, 1, self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
+        most = 0.0
+        for part in (self.parts[0], self.parts[-1], max(self.parts, key=lambda part: part.blocks)):
+            around = sum(part.is_first * before + part.is_last * behind for before, behind in of_size.around)
+            ends = sum(self.ends[way][part.stage][_BETWEEN] for way in range(2))
+            busy = count * (part.blocks * of_block + around + stages.per_stage * ends)
+            behind = part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
+            most = max(most, busy + behind)
+        sends = self.nodes[-1]  # messages between nodes on the way from the first stage to the last
+        rounds = (stages.count - 1) * min(stages.sizes) * of_block + 2 * sends * wire
+        of_link = count * stages.per_stage * (wire - self._between(0, 1, 0.0)) if sends else 0.0
+        return max(most + count / in_stages * rounds, of_link)
+
+    def _of_size(self, micro_batch: int) -> _OfSize:
+        if micro_batch not in self._known:
+            self._known[micro_batch] = self._measured(micro_batch)
+        return self._known[micro_batch]
+
+    def _measured(self, micro_batch: int) -> _OfSize:
+        held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
+        block = self.trace.block[self.mode].at(micro_batch, held)
+        chunked = self.plan.knobs.chunked_cross_entropy is not None
+        key = (micro_batch, held, degree, self.mode, chunked)
+        if key not in self._shared:
+            self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
+        computing, around = self._shared[key]
+        split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
+        copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
+        passes = 3 if self.mode == "full" else 2
+        of_split = split / passes, split * (passes - 1) / passes
+        of_block = []
+        for way in range(2):
+            waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
+            of_block.append([(computing[way], each, of_split[way], of_shared[way], copies) for each in waited])
+        # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
+        return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], self.hop[0])
+
+    def _seconds(self, of_size: _OfSize) -> list[float]:
+        """Return the seconds of each kind of computation."""
+        found: list[float] = []
+        for way in range(2):
+            for chunk, n in enumerate(self.stages.sizes):
+                more = of_size.around[way][0] if chunk == 0 else 0.0
+                more += of_size.around[way][1] if chunk == self.stages.n_chunks - 1 else 0.0
+                ends = self.ends[way][chunk % self.stages.count]
+                found += [n * total + more + end for total, end in zip(of_size.totals[way], ends, strict=True)]
+        return found
+
+    def _around(self, micro_batch: int, held: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the seconds of what comes before the blocks and of what comes behind them, forward and backward."""
+        rest = self.trace.rest[self.mode].at(micro_batch, held)
+        before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
+        behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
+        degree = self.trace.rest_degree(self.plan.layout.tensor)
+        early = []
+        for phase in ("forward", "backward"):
+            products, attention, moved = (
+                getattr(before, f"{phase}_{what}") / degree for what in ("products", "attention", "moved")
+            )
+            early.append(computing_seconds(products, attention, moved, self.hardware.device, self.fitted))
+        forward, backward = self._computing(behind, degree)
+        if self.plan.knobs.chunked_cross_entropy is not None:
+            backward += forward  # logits are made again
+        return (early[0], forward), (early[1], backward)
+
+    def _message_bytes(self, micro_batch: int, held: float) -> float:
+        """Return the bytes of an activation between two stages."""
+        inputs = self.trace.block["full"].at(micro_batch, held).kept
+        return inputs / (self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1)
+
+    def _wires(self, n_bytes: float) -> list[float]:
+        """Return the seconds of a message between each two stages, stage by stage."""
+        inside, across = (self._between(0, there, n_bytes) for there in (0, 1))
+        return [inside if here == there else across for here in self.nodes for there in self.nodes]
+
+    def _between(self, here: int, there: int, n_bytes: float) -> float:
+        if here == there:
+            # A stage that fills a node has no neighbour on it.
+            return self.collectives.message("intra", n_bytes) if self.ranks < self.hardware.ranks_per_node else 0.0
+        if self.hardware.nodes == 1:
+            return 0.0
+        # A link between nodes is measured with all ranks of a node at work.
+        share = min(self.ranks / self.hardware.ranks_per_node, 1.0)
+        return self.collectives.message("inter", n_bytes * share)
+
+    def _tied_seconds(self) -> float:
+        """Return the seconds of the sum of tied gradients over the first and the last stage."""
+        plan = self.plan
+        elements = sum(plan.split_shapes.of_name(name).elements for name in self.stages.tied)
+        if not elements:
+            return 0.0
+        n_bytes = elements / plan.shard_degree * self.reduced
+        return 2 * self._between(self.nodes[0], self.nodes[-1], n_bytes / 2)  # a ring of two ranks
+
+    def _busy(self, of_size: _OfSize, stage: int, count: int) -> list[float]:
+        """Return what a stage is busy with in a step, by part."""
+        stages = self.stages
+        weights = (1, count - 2, 1, 0) if count > 1 else (0, 0, 0, 1)
+        found = [0.0] * len(_PARTS)
+        for way in range(2):
+            for place, weight in enumerate(weights):
+                of_block = of_size.of_block[way][place]
+                found = [
+                    total + weight * self.parts[stage].blocks * seconds
+                    for total, seconds in zip(found, of_block, strict=True)
+                ]
+                found[1] += weight * stages.per_stage * self.ends[way][stage][place]
+            found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
+            found[0] += count * (of_size.around[way][1] if stage == stages.count - 1 else 0.0)
+        return found
+
+
+def _batches(count: int) -> list[tuple[bool, bool]]:
+    """Return the kinds of batches of a step: whether they are its first and its last."""
+    if count == 1:
+        return [(True, True)]
+    return [(True, False), *([(False, False)] if count > 2 else []), (False, True)]
+
+
+def _with_places(totals: Sequence[float], is_first: bool, is_last: bool) -> list[float]:
+    """Return the seconds of a batch's computations by places in the batch, from those by places in the step."""
+    first, last = _FIRST if is_first else _BETWEEN, _LAST if is_last else _BETWEEN
+    only = _ONLY if is_first and is_last else first if is_first else last
+    found = []
+    for begin in range(0, len(totals), _PLACES):
+        found += [totals[begin + place] for place in (first, _BETWEEN, last, only)]
+    return found
+
+
+def played(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    seconds: Sequence[float],
+    wires: Sequence[float],
+    latencies: Sequence[float],
+) -> list[float]:
+    """Return when each stage has ended its last computation of a batch.
+
+    Args:
+        seconds: of computations, as :class:`_Turn` numbers them.
+        wires: of messages from stage to stage, latencies included; ``latencies``: of these.
+    """
+    most = _ROUNDS * stages
+    if micro_batches <= most:
+        return _played(_turns(schedule, stages, micro_batches), stages, seconds, wires, latencies)
+    ends, before = (
+        _played(_turns(schedule, stages, n), stages, seconds, wires, latencies) for n in (most, most - stages)
+    )
+    rounds = (micro_batches - most) / stages
+    return [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
+
+
+def _played(
+    turns: Sequence[_Turn], stages: int, seconds: Sequence[float], wires: Sequence[float], latencies: Sequence[float]
+) -> list[float]:
+    clocks, free, arrivals = [0.0] * stages, [0.0] * (stages * stages), [0.0] * len(turns)
+    for number, turn in enumerate(turns):
+        begin = clocks[turn.stage]
+        if turn.waits_for >= 0 and arrivals[turn.waits_for] > begin:
+            begin = arrivals[turn.waits_for]
+        clocks[turn.stage] = end = begin + seconds[turn.kind]
+        link = turn.link
+        if link >= 0:
+            free[link] = max(free[link], end) + wires[link] - latencies[link]
+            arrivals[number] = free[link] + latencies[link]
+    return clocks
+
+
+@lru_cache(maxsize=512)
+def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
+    """Return the computations of all stages, each behind those that it waits for."""
+    left = [deque(computations(schedule, stages, stage, micro_batches)) for stage in range(stages)]
+    chunks = stages * chunks_of(schedule)
+    found: list[_Turn] = []
+    places: dict[tuple[bool, int, int], int] = {}
+    while any(left):
+        for stage, steps in enumerate(left):
+            while steps:
+                step = steps[0]
+                before, further = (-1, 1) if step.is_forward else (1, -1)
+                key = (step.is_forward, step.chunk + before, step.micro_batch)
+                if 0 <= step.chunk + before < chunks and key not in places:
+                    break
+                kind = ((not step.is_forward) * chunks + step.chunk) * _PLACES + _place(step.micro_batch, micro_batches)
+                sends = 0 <= step.chunk + further < chunks
+                link = stage * stages + (step.chunk + further) % stages if sends else -1
+                places[step.is_forward, step.chunk, step.micro_batch] = len(found)
+                found.append(_Turn(stage, kind, places.get(key, -1), link))
+                steps.popleft()
+    return tuple(found)
+
+
+def _place(micro_batch: int, count: int) -> int:
+    if count == 1:
+        return _ONLY
+    return _FIRST if micro_batch == 0 else _LAST if micro_batch == count - 1 else _BETWEEN

@@ -1,0 +1,291 @@
+"""The time of a step, for a plan and a traced model: computing from the trace, collectives by latency and bandwidth.
+
+A block computes products / (peak x share) + attention / (peak x share) + moved / (bandwidth x share) seconds,
+forward and backward each, with what is computed again. While it does so the next block's parameters are
+gathered and the last one's gradients reduced, over links of :mod:`smp_core.cluster.links`; the longer of both counts,
+and a share of the shorter (`exposed`), because collectives take part of the device. The root's gather and reduction,
+and the collectives of tensor and context ranks, are waited for. Sums across replicas run behind
+the last micro-batch's backward. Then the optimizer reads and writes its states.
+
+The constants are in :mod:`smp_core.planner.fitted`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp_core.cluster.links import Collectives, Kind, Links
+from smp_core.comm.link_rules import compression
+from smp_core.engine.decide import Plan
+from smp_core.planner.context_bytes import exchanges, keys_and_values
+from smp_core.planner.devices import Device
+from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.step_memory import recomputation
+
+TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "pipeline")
+
+STEP_BYTES = 28
+"""AdamW reads parameter, gradient and two states and writes all but the gradient, float32 each."""
+
+HOST_BANDWIDTH = 150e9
+"""Bytes per second that the memory of a node's host reads and writes; its ranks share it."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step: of computing, and of what is waited for beside it; with pipeline stages of the one
+    that ends last, which waits for the others in ``pipeline``."""
+
+    compute: float
+    gathers: float
+    replicas: float
+    tensor: float
+    context: float
+    optimizer: float
+    copies: float
+    pipeline: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part) for part in TIME_PARTS)
+
+
+def computing_seconds(
+    products: float, attention: float, moved: float, device: Device, fitted: Fitted = FITTED
+) -> float:
+    """Return the seconds of FLOPs of products and attention, and of bytes moved by other operators."""
+    by_products = products / (device.flops * fitted.products_of(device.name))
+    by_attention = attention / (device.flops * fitted.attention_of(device.name))
+    return by_products + by_attention + moved / (device.hbm * fitted.moving)
+
+
+def block_seconds(
+    trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
+) -> float:
+    """Return the seconds that a block computes forward and backward, at the least."""
+    figures = trace.block[mode].at(micro_batch, held)
+    return sum(pass_seconds(figures, tensor, context, hardware.device, hardware.fitted))
+
+
+def pass_seconds(
+    figures: Figures, tensor: int, context: int, device: Device, fitted: Fitted = FITTED
+) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
+    found = []
+    for phase in ("forward", "backward"):
+        products, attention, moved = (
+            getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
+        )
+        # The queries of one context rank meet the keys of all.
+        seconds = computing_seconds(products, attention * context, moved, device, fitted)
+        found.append(max(seconds, fitted.launching))
+    return found[0], found[1]
+
+
+def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
+    """Return what communicating during computation adds to it."""
+    return max(communicating - computing, 0.0) + exposed * min(computing, communicating)
+
+
+class StepModel:
+    """The times of one plan's pieces; :meth:`step` puts them together.
+
+    Args:
+        tokens: of a whole sequence.
+    """
+
+    def __init__(
+        self, plan: Plan, trace: ModelTrace, hardware: Hardware, links: Links, tokens: int, fitted: Fitted = FITTED
+    ) -> None:
+        self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
+        self.mode = recomputation(plan)
+        self.collectives = _GroupCollectives(plan, links)
+        first = plan.shapes.parameters[0]
+        gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
+        of_blocks = trace.block_elements(plan.layout.tensor)
+        of_root = plan.split_shapes.elements - trace.blocks * of_blocks
+        knobs = plan.knobs
+        spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
+        spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
+        spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
+        kept = knobs.reshard_after_forward
+        of = self.collectives
+        self.gather = [of.partition("all_gather", n * gathered.itemsize, spare_gather) for n in (of_blocks, of_root)]
+        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in (of_blocks, of_root)]
+        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in (of_blocks, of_root)]
+        again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
+        self.gather_again = 0.0 if kept is False else again
+        self.spare_hop, self.stored = spare_hop, gathered.itemsize
+        if not plan.gathers:
+            self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
+
+    def step(self, micro_batch: int, count: int) -> StepTime:
+        """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
+        held = self.tokens / self.plan.layout.context
+        block, rest = (
+            self.trace.block[self.mode].at(micro_batch, held),
+            self.trace.rest[self.mode].at(micro_batch, held),
+        )
+        forward, backward = self._computing(block, self.plan.layout.tensor)
+        of_rests = self._computing(rest, self.trace.rest_degree(self.plan.layout.tensor))
+        of_rest = sum(of_rests)
+        if self.plan.knobs.chunked_cross_entropy is not None:
+            of_rest += of_rests[0]  # logits are made again in backward
+        compute = count * (self.trace.blocks * (forward + backward) + of_rest)
+        gathers, replicas = self._waiting(forward, backward, count)
+        split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
+        context = count * self.trace.blocks * sum(self._context_seconds(block))
+        copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
+        stepped = self._optimizer_seconds(self.plan.split_shapes.elements)
+        return StepTime(compute, gathers, replicas, split, context, stepped, copies)
+
+    def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
+        """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
+        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware.device, self.fitted)
+
+    def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
+        """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
+        plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
+        gathers = replicas = 0.0
+        for place, times in _places(count):
+            gathered = place == "first" or not plan.keeps_parameters
+            reduced = place == "last" or not plan.keeps_gradients
+            gather = self.gather[0] if gathered else 0.0
+            again = self.gather_again if gathered else 0.0
+            in_backward = again + (self.sum[0] if reduced else 0.0)
+            waited = exposed_seconds(forward, gather, share) + exposed_seconds(backward, in_backward, share)
+            at_ends = (self.gather[1] + self.gather[0] if gathered else 0.0) + (self.sum[1] if reduced else 0.0)
+            gathers += times * (blocks * waited + at_ends)
+        # The window's sums go while the last backward runs, and the root's after it.
+        idle = max(backward - self.gather_again - self.sum[0], 0.0)
+        replicas += blocks * exposed_seconds(idle, self.hop[0], share) + self.hop[1]
+        return gathers, replicas
+
+    def _tensor_seconds(self, micro_batch: int, held: float) -> float:
+        """Return a block's gathers of tokens before, and sums after, its two split products; backward has as many."""
+        if self.plan.layout.tensor == 1:
+            return 0.0
+        inputs = self.trace.block["full"].at(micro_batch, held).kept
+        passes = 3 if self.mode == "full" else 2
+        both = sum(self.collectives.tensor(kind, inputs) for kind in ("all_gather", "reduce_scatter"))
+        return passes * 2 * both
+
+    def _context_seconds(self, block: Figures) -> tuple[float, float]:
+        """Return a block's gathers of keys and values in forward; and in backward with the sum of their gradients."""
+        if self.plan.layout.context == 1:
+            return 0.0, 0.0
+        whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
+        gather = self.collectives.context("all_gather", whole)
+        return gather, (gathers - 1) * gather + self.collectives.context("reduce_scatter", summed * whole)
+
+    def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
+        """Return what copies of inputs to the host and back add to a block's two passes."""
+        if self.plan.activations.offloaded_bytes is None:
+            return 0.0
+        inputs = self.trace.block["full"].at(micro_batch, held).kept / self.plan.layout.tensor
+        copy = inputs / self.hardware.device.host_link
+        return 2 * exposed_seconds(forward, copy, self.fitted.exposed)
+
+    def _optimizer_seconds(self, parameters: float) -> float:
+        """Return the seconds of the step of this rank's part of so many parameters of a tensor rank, wherever its
+        states are."""
+        plan, device = self.plan, self.hardware.device
+        elements = parameters / plan.shard_degree
+        over_world = plan.knobs.optimizer_shard == "world"
+        after = 0.0
+        if over_world:
+            elements /= plan.layout.replicate
+            after = self.collectives.replicas_gather(parameters * self.stored)
+        if plan.knobs.state_offload is None:
+            return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
+        stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
+        return after + stepped + 2 * elements * 4 / device.host_link
+
+
+def _places(count: int) -> list[tuple[str, int]]:
+    """Return the kinds of micro-batches of a step, and how many of each; the only one is first and last."""
+    if count == 1:
+        return [("first", 1)]
+    return [("first", 1), ("last", 1), *([("middle", count - 2)] if count > 2 else [])]
+
+
+class _GroupCollectives:
+    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links."""
+
+    def __init__(self, plan: Plan, links: Links) -> None:
+        self.layout, self.links = plan.layout, links
+        self.degree = plan.shard_degree
+        self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
+        self.in_stages = plan.hierarchical
+        self.scatters = plan.knobs.optimizer_shard == "world"
+
+    def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
+        """Return the seconds of a collective over a partition group."""
+        return self._over(kind, self.degree, n_bytes, spared)
+
+    def inside(self, n_bytes: float) -> float:
+        """Return the seconds of a gather over the ranks of a partition group on one node."""
+        ranks = min(self.degree, self.per_node)
+        return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
+
+    def replicas(self, n_bytes: float, spared: float) -> float:
+        """Return the seconds of the sum of a unit's shards across replicas; where each steps a part of them, it gets no
+        more than that part's sum."""
+        kinds: tuple[Kind, ...] = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
+        return self._across_replicas(kinds, n_bytes, spared)
+
+    def replicas_gather(self, n_bytes: float) -> float:
+        """Return the seconds in which replicas gather the parts that each has stepped."""
+        return self._across_replicas(("all_gather",), n_bytes, 1.0)
+
+    def tensor(self, kind: Kind, n_bytes: float) -> float:
+        """Return the seconds of a collective over a tensor group."""
+        degree, k = self.layout.tensor, self.links.ranks_per_node
+        return self._of("intra" if degree <= k and k > 1 else "inter").seconds(kind, degree, n_bytes)
+
+    def context(self, kind: Kind, n_bytes: float) -> float:
+        """Return the seconds of a collective over a context group."""
+        return self._over(kind, self.layout.context, n_bytes, 1.0)
+
+    def message(self, place: str, n_bytes: float) -> float:
+        """Return the seconds of a message from a rank to another one."""
+        return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
+
+    def _across_replicas(self, kinds: tuple[Kind, ...], n_bytes: float, spared: float) -> float:
+        replicas, held = self.layout.replicate, n_bytes / self.degree
+        if replicas == 1:
+            return 0.0
+        together = max(self.per_node // self.degree, 1)
+        seconds = 0.0
+        for kind in kinds:
+            if together > 1:
+                seconds += self._of("intra").seconds(kind, min(together, replicas), held)
+            if replicas > together:
+                seconds += self._of("inter").seconds(kind, replicas // together, held / together * spared)
+        return seconds
+
+    def _over(self, kind: Kind, degree: int, n_bytes: float, spared: float) -> float:
+        if degree == 1:
+            return 0.0
+        k = self.per_node
+        if degree <= k:
+            return self._of("intra").seconds(kind, degree, n_bytes)
+        if self.in_stages or k == 1:
+            inside = self._of("intra").seconds(kind, k, n_bytes) if k > 1 else 0.0
+            return inside + self._of("inter").seconds(kind, degree // k, n_bytes / k * spared)
+        return self._of("flat").seconds(kind, degree, n_bytes * spared * self.layout.tensor)
+
+    def _of(self, place: str) -> Collectives:
+        found = getattr(self.links, place)
+        assert isinstance(found, Collectives), f"{place} of {self.links}"
+        return found
+
+
+def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
+    """Return the model FLOPs of a training step by the convention of MFU: three forwards, causal attention as if it
+    were full (:mod:`smp_core.observe.monitoring`)."""
+    block, rest = trace.block["none"].at(1, tokens), trace.rest["none"].at(1, tokens)
+    forward = trace.blocks * (block.forward_products + block.full_attention) + rest.forward_products
+    return 3 * samples * (forward + rest.full_attention)

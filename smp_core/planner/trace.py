@@ -1,0 +1,386 @@
+"""Trace: what a model's blocks compute, move and keep, found by running it without values.
+
+Two models of n and n + 1 blocks run forward and backward under FakeTensorMode; what the second has more is a block,
+what is left is the rest (embeddings, head, loss). Nothing about an architecture is written down here. Counted are
+
+    products     FLOPs of matrix products and convolutions (torch's table, a multiply-add is two)
+    attention    FLOPs of attention, those above the diagonal left out where it is causal
+    moved        bytes that all other operators read and write
+    live         bytes of all storages but parameters, gradients of parameters apart, after each operation: in forward,
+                 until backward comes to the last block, in that block's backward, and in the one's before it
+
+for each way of recomputation, which really happens, so that its work is counted in backward. Each figure is measured
+for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c + d s)) for b samples: a of what all
+samples share (a table of positions), d of attention.
+
+Where layers are split over tensor ranks, what is alive is measured of split layers, over the fewest and the most ranks
+that they can be split over; bytes over others are taken to be a + b / T. Degrees that split the same parameters are
+measured together: the vocabulary's are whole where it is not divided.
+
+Runs in a child process: models come from anywhere and take memory and imports with them. :func:`trace_model` is the
+part that runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from smp_core.config import SmpConfig
+from smp_core.plan.chain.chain import Chain
+from smp_core.plan.chain.recording import record_chain
+from smp_core.plan.kept_operators import is_kept
+from smp_core.plan.shapes import Shapes
+from smp_core.plan.units import Entry
+from smp_core.planner.model_source import Source, build, copied
+from smp_core.planner.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, SplitTrace, in_dtype
+from smp_core.planner.trace_meter import TraceMeter, flat, local
+from smp_core.torch_facts.compat import embeddings_of
+
+logger = logging.getLogger("smp")
+
+Recomputation = Literal["none", "selective", "full"]
+MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
+CHILD = "smp_core.dry_run.split_trace"
+"""The module that traces in a child process. It stands above this one and is named, not imported."""
+
+Splitting = Callable[[Source, list[str], int, int], SplitTrace]
+"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens) -> what was seen."""
+
+_DEFAULTS = SmpConfig()
+_BLOCKS_OF_CHAIN = 3
+
+
+@contextlib.contextmanager
+def scores_kept() -> Iterator[set[float]]:
+    """Let attention drop no scores; yield the shares that it was asked to drop. Dropping them has no flash kernel on a
+    CPU, where runs without values are; on a GPU it keeps nothing. (A TorchFunctionMode would not see what backward
+    computes again.)"""
+    real = nn.functional.scaled_dot_product_attention
+    asked: set[float] = set()
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+        asked.add(dropout_p)
+        return real(query, key, value, attn_mask, 0.0, **rest)
+
+    nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield asked
+    finally:
+        nn.functional.scaled_dot_product_attention = real
+
+
+def trace_model(
+    words: str, tokens: int, given: Mapping[str, Any] | None = None, split: Splitting | None = None
+) -> ModelTrace:
+    """Trace a model in this process.
+
+    Args:
+        words: the model (:mod:`smp_core.planner.model_source`).
+        tokens: of the longest sequence; of shorter ones the figures are known too.
+        given: the fields of a Transformers configuration instead of ``words``.
+        split: None: split layers are not run.
+
+    Raises:
+        ValueError: a model that is not there, has no repeated blocks, or does not run without values; says what to
+            write instead.
+    """
+    before = torch.get_default_dtype()
+    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept() as dropped:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            source = build(words, tokens, given)
+            found = _traced(source, tokens, words, split=split)
+            return replace(found, dropped_scores=max(dropped, default=0.0))
+        finally:
+            torch.set_default_dtype(before)
+
+
+def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dtype | None, entry: Entry) -> ModelTrace:
+    """Trace a model that is there, in this process: a copy without values runs, the model itself is only read.
+
+    Args:
+        asked: its `units` name the blocks.
+        dtype: what is computed in; None: in each parameter's own.
+        entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
+
+    Returns:
+        a trace with shapes as the model has them.
+
+    Raises:
+        ValueError: as :func:`trace_model`.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, scores_kept() as dropped, torch.inference_mode(False), torch.enable_grad():
+        try:
+            source = copied(model, dtype)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be copied without its values ({type(error).__name__}: {error})"
+            ) from error
+        is_whole = type(source.model) is type(model)  # names of units are the whole model's
+        found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
+    chain, shapes = found.shapes["none"].chain, _shapes_by_mode(model, asked, entry)
+    inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
+    if chain is not None:
+        shapes = _with_chain(shapes, chain.inside(inner))
+    inside = tuple(f"{inner}.{name}" if inner else name for name in found.inside)
+    return replace(found, shapes=shapes, inside=inside, dropped_scores=max(dropped, default=0.0))
+
+
+def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
+    return {mode: Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry) for mode in MODES}
+
+
+def _with_chain(shapes: Mapping[str, Shapes], chain: Chain) -> dict[str, Shapes]:
+    return {mode: replace(each, chain=chain) for mode, each in shapes.items()}
+
+
+def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, entry: Entry) -> Chain | str:
+    """Return the chain of ``count`` blocks from that of the first few, all others being cut off; or why there is
+    none."""
+    for name in lists:
+        del model.get_submodule(name)[_BLOCKS_OF_CHAIN:]  # type: ignore[operator]
+    try:
+        units = Shapes.of(model, SmpConfig(units=asked.units), entry).units
+        return record_chain(model, units).of_more(lists[0], count)
+    except Exception as error:  # a model that is not Transformers' may want anything
+        return str(error)
+
+
+def _traced(
+    source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS, split: Splitting | None = None
+) -> ModelTrace:
+    model = source.model
+    lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
+    found = _shapes_by_mode(model, asked, source.entry)
+    shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
+    inside = {p for name in lists for p in model.get_submodule(name).parameters()}
+    outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
+    tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
+    prefixes = tuple(f"{name}." if name else "" for name in lists)
+    names = {name for name in found["none"].by_name if name.startswith(prefixes)}
+    chain = _chain_of(model, lists, count, asked, source.entry)
+    if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
+        chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
+    if isinstance(chain, Chain):
+        shapes = _with_chain(shapes, chain)
+    counted: dict[int, dict[str, list[Figures]]] = {}
+    instants: dict[str, Instants] = {}
+    of_split, heads = SplitTrace(), 0
+    for blocks in (2, 1):
+        for name in lists:
+            del model.get_submodule(name)[blocks:]  # type: ignore[operator]
+        counted[blocks] = {}
+        for mode in MODES:
+            at = [(1, tokens), (2, tokens), (1, tokens // 2)]
+            try:
+                runs = [measured(source, lists, mode, *each) for each in at]
+            except Exception as error:
+                raise ValueError(
+                    f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its "
+                    "forward what depends on values, or write package.module:function with a model that does"
+                ) from error
+            counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
+            early = [meter.early for meter in runs]
+            if blocks == 2:
+                instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
+        if blocks == 2 and source.splits and split is not None:
+            of_split = _of_split(split, source, lists, heads, tokens)
+    block: dict[str, Curve] = {}
+    rest: dict[str, Curve] = {}
+    for mode in MODES:
+        pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
+        block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
+        rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
+    if of_split.dims is not None:
+        shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
+    return ModelTrace(
+        shapes,
+        count,
+        block,
+        rest,
+        prefixes,
+        instants,
+        heads if source.splits else 0,
+        _vocabulary(source, outside),
+        Curve(tokens, *early),
+        chain if isinstance(chain, str) else "",
+        of_split,
+    )
+
+
+def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
+    """Return the rows of the embedding; of what is not Transformers', of the largest parameter outside of blocks."""
+    words = embeddings_of(source.model)[0] if source.splits else None
+    if words is not None:
+        return len(words.weight)
+    return max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
+
+
+def _of_split(split: Splitting, source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
+    """Run layers split over what divides ``heads``, if they can be split."""
+    try:
+        return split(source, lists, heads, tokens) if heads > 1 else SplitTrace()
+    except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
+        logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
+        return SplitTrace()
+
+
+def _with_dims(shapes: Shapes, prefixes: tuple[str, ...], dims: Mapping[str, int]) -> Shapes:
+    """Return shapes that are split in these dims, which are those of two blocks. All others are split as the second."""
+
+    def traced(name: str) -> str:
+        for prefix in prefixes:
+            number, _, inner = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix) and number.isdigit():
+                return f"{prefix}{min(int(number), 1)}.{inner}"
+        return name
+
+    parameters = (replace(each, split_dim=dims.get(traced(each.name))) for each in shapes.parameters)
+    return replace(shapes, parameters=tuple(parameters))
+
+
+def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:
+    """Return a length, a little shorter if need be, at which logits do not have the shape of a head's gradient."""
+    while any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 2 * by:
+        tokens -= by
+    return tokens
+
+
+def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
+    """Return the names of the lists that hold the model's blocks, and how many blocks each has."""
+    names: dict[str, int] = {}
+    for block in shapes.units.blocks:
+        parent = block.rpartition(".")[0]
+        names[parent] = names.get(parent, 0) + 1
+    lists = {name: model.get_submodule(name) for name in names}
+    sizes = set(names.values())
+    sliced = all(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in lists.values())
+    if not names or not sliced or len(sizes) > 1 or sizes == {1}:
+        raise ValueError(
+            f"{type(model).__name__} has no list of at least two repeated blocks to plan with; put them into an "
+            "nn.ModuleList (of several, all of one length)"
+        )
+    return list(names), sizes.pop()
+
+
+def measured(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> TraceMeter:
+    """Run one step and return what counted it."""
+    model = source.model
+    blocks = [block for name in lists for block in model.get_submodule(name).children()]
+    of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    own = {p: local(p) for p in model.parameters()}
+    of_rest = [own[p].shape for p in own if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
+    meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
+    for tensor in [*own.values(), *model.buffers()]:
+        meter.ignore(tensor)
+    model.train()
+
+    handles = _follow_backward(model, blocks, meter)
+    forwards = [vars(block).get("forward") for block in blocks]  # of split layers
+    for block in blocks:
+        if mode != "none":
+            contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+    try:
+        with meter:
+            loss = source.loss(samples, tokens)
+            meter.end_forward()
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block, forward in zip(blocks, forwards, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
+        for parameter in model.parameters():
+            parameter.grad = None
+    return meter
+
+
+def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMeter) -> list[Any]:
+    """Let the meter know which gradients are there, and how far backward is; return the hooks that do."""
+
+    def note_backward(reached: int) -> Callable[[torch.Tensor], None]:
+        """Note when backward comes to a block, or has left the last; gradients of blocks after it are reduced, and
+        gone, by then."""
+
+        def arrived(gradient: torch.Tensor) -> None:
+            meter.blocks_reached = max(meter.blocks_reached, reached)
+            for block in blocks[-(reached - 1) :] if reached > 1 else ():
+                for parameter in block.parameters():
+                    parameter.grad = None
+
+        return arrived
+
+    def of_block(reached: int) -> Callable[..., None]:
+        def called(module: nn.Module, args: Any, output: Any) -> None:
+            first = next(each for each in flat(output) if isinstance(each, torch.Tensor))
+            meter.note_block(first)
+            if first.requires_grad:
+                first.register_hook(note_backward(reached))
+
+        return called
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            meter.is_gradient(local(parameter.grad))
+
+    def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
+        meter.has_entered = True
+        first = next((each for each in flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
+        if first is not None and first.requires_grad:
+            first.register_hook(note_backward(LEFT))
+
+    last = blocks[-2:][::-1]
+    handles = [block.register_forward_hook(of_block(i + 1)) for i, block in enumerate(last)]
+    handles.append(last[-1].register_forward_pre_hook(note_end, with_kwargs=True))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+    return handles
+
+
+def _selective() -> Any:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def trace(words: str, tokens: int) -> ModelTrace:
+    """Trace a model in a child process.
+
+    Raises:
+        ValueError: as :func:`trace_model`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "trace"
+        command = [sys.executable, "-W", "ignore", "-m", CHILD, words, str(tokens), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not out.exists():
+            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            raise ValueError(f"model {words!r} cannot be traced: {last[0]}")
+        found = pickle.loads(out.read_bytes())  # our own child's
+    if isinstance(found, ValueError):
+        raise found
+    assert isinstance(found, ModelTrace)
+    return found

@@ -1,0 +1,158 @@
+"""TraceMeter: what the operators of one step compute and move, and the bytes that are alive after each of them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
+from torch.utils.flop_counter import flop_registry
+
+from smp_core.planner.model_trace import FORWARD, LEFT, Figures, Instant
+
+
+class TraceMeter(TorchDispatchMode):
+    """Counts what runs inside, by phase, and follows the storages that are made there.
+
+    Args:
+        gradients: shapes of gradients of embeddings and heads with more rows than there are tokens, which no
+            activation has.
+
+    Attributes:
+        instants: after each operation, as :class:`smp_core.planner.model_trace.Instants` takes them.
+        has_entered: forward has come to the first block.
+    """
+
+    def __init__(self, gradients: set[torch.Size]) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self.phase = "forward"
+        self.heads = 0
+        self.counts: dict[str, float] = {field.name: 0.0 for field in fields(Figures)}
+        self.of_early = dict(self.counts)
+        self.has_entered = False
+        self._sizes: dict[int, int] = {}
+        self._watchers: dict[int, Any] = {}
+        self._live = {False: 0, True: 0}  # of activations, of gradients
+        self._of_gradients: set[int] = set()
+        self.instants: list[Instant] = []
+        self._behind_blocks: list[int] = []
+        self.blocks_reached = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):  # a wrapper, as DTensor is
+            return NotImplemented  # so that operations on what it wraps come here
+        result = func(*args, **(kwargs or {}))
+        # An operator that gives no tensor and changes none asks for a device or a size: it reads no values, and how
+        # often it is asked depends on what fake tensors remember.
+        tensors = [each for each in flat(result) if isinstance(each, torch.Tensor)]
+        if not func.is_view and (tensors or func._schema.is_mutable):  # _schema: no public name for what it changes
+            self._count(func, args, kwargs or {}, result, tensors)
+        for tensor in tensors:
+            self._follow(tensor)
+        if tensors:
+            reached = FORWARD if self.phase == "forward" else self.blocks_reached
+            self.instants.append((reached, self._live[False], self._live[True], str(func)))
+        return result
+
+    def end_forward(self) -> None:
+        """Count backward from here on."""
+        self.phase = "backward"
+        self.counts["left"] = float(self._live[False])
+
+    def finish(self) -> Figures:
+        """Return the counts, after backward."""
+        self.counts["kept"] = max(live for reached, live, *_ in self.instants if reached in (0, FORWARD))
+        return Figures(**self.counts)
+
+    @property
+    def early(self) -> Figures:
+        """The counts of what comes before the first block, in forward, and of what comes behind it in backward."""
+        return Figures(**self.of_early)
+
+    def note_block(self, output: torch.Tensor) -> None:
+        """Note the end of a block's forward."""
+        self._behind_blocks.append(self._live[False] - output.untyped_storage().nbytes())
+
+    @property
+    def kept(self) -> int:
+        """The bytes of activations that the last block keeps of its forward."""
+        return self._behind_blocks[-1] - self._behind_blocks[-2]
+
+    def is_gradient(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage with gradients from here on."""
+        address = id(tensor.untyped_storage())
+        if address in self._sizes and address not in self._of_gradients:
+            self._of_gradients.add(address)
+            self._live[False] -= self._sizes[address]
+            self._live[True] += self._sizes[address]
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+        packet = func.overloadpacket
+        name = str(packet).removeprefix("aten.")
+        if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+            self._count_attention(name, func, args, kwargs)
+        elif packet in flop_registry:
+            self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
+        elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            read = [each for each in flat(args) if isinstance(each, torch.Tensor)]
+            self._add("moved", sum(each.numel() * each.itemsize for each in [*read, *tensors]))
+
+    def _add(self, what: str, amount: float) -> None:
+        self.counts[f"{self.phase}_{what}"] += amount
+        if self.blocks_reached == LEFT or not self.has_entered:
+            self.of_early[f"{self.phase}_{what}"] += amount
+
+    def _count_attention(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+        """Count two products in forward, and five in backward, which computes the scores again."""
+        is_backward = "backward" in name
+        query, key, value = args[1:4] if is_backward else args[:3]
+        flops = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        names = [argument.name for argument in func._schema.arguments]  # _schema: no public name for arguments' names
+        given = dict(zip(names, args, strict=False)) | kwargs
+        share = 0.5 if given.get("is_causal") else 1.0
+        self._add("attention", share * flops * (2.5 if is_backward else 1.0))
+        if self.phase == "forward":
+            self.counts["full_attention"] += flops
+            self.heads = math.gcd(self.heads, key.shape[1] if key.ndim == 4 else 0)
+            self.counts["keys"] += key.numel() * key.itemsize + value.numel() * value.itemsize
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) in self._sizes:
+            return
+        size, address = storage.nbytes(), id(storage)
+        self._sizes[address] = size
+        self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))
+        if tensor.shape in self._gradients:
+            self._of_gradients.add(address)
+        self._live[address in self._of_gradients] += size
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave the tensor's storage out of what is live."""
+        storage = tensor.untyped_storage()
+        self._sizes[id(storage)] = 0
+        self._watchers[id(storage)] = storage  # held: its address is not given to another one
+
+    def _forget(self, address: int) -> None:
+        self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)
+        self._of_gradients.discard(address)
+        self._watchers.pop(address, None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def flat(value: Any) -> list[Any]:
+    """Return what a nest of tuples, lists and mappings holds."""
+    if isinstance(value, (tuple, list)):
+        return [inner for each in value for inner in flat(each)]
+    if isinstance(value, Mapping):
+        return [inner for each in value.values() for inner in flat(each)]
+    return [value]

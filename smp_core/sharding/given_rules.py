@@ -1,0 +1,111 @@
+"""Rules for a model that came sharded: knobs of its sharding are fixed, those that come too late are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from smp_core.config import SmpConfig
+from smp_core.plan.draft import Draft
+from smp_core.plan.shapes import Shapes
+from smp_core.sharding.dtype_rules import name_of
+
+_WHY = "as the model came"
+_PINNED: dict[str, Any] = {
+    "units.modules": "auto",
+    "units.min_parameters": 0,
+    "units.optional": (),
+    "reshard_after_forward": True,
+    "delayed_init": None,
+}
+_TOO_LATE = ("fp8", "activations.checkpoint", "activations.offload", "collectives.symmetric_memory")
+# On a (replicate, shard) mesh torch gathers and reduces.
+_TORCHS: dict[str, Any] = {
+    "keep_between_micro_batches": "shards",
+    "collectives.hierarchical": False,
+    "collectives.meter": False,
+    "compression.gather": None,
+    "compression.error_feedback": False,
+    "compression.reduce": None,
+    "optimizer_shard": "shard",
+    "collectives.forward_prefetch": 0,
+    "collectives.backward_prefetch": 1,
+    "collectives.reduce_scatter_buffers": 1,
+    "collectives.separate_reduce_scatter_group": False,
+    "forward_methods": (),
+}
+
+
+@dataclass(frozen=True)
+class GivenSharding:
+    """The sharding that a model came with.
+
+    Attributes:
+        ranks: of this rank's partition group.
+        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
+        param_dtype, reduce_dtype: what it computes and reduces in; None: the parameters' own.
+    """
+
+    ranks: tuple[int, ...]
+    two_dimensional: bool
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
+    """Pin the knobs that a pre-sharded model has decided.
+
+    Raises:
+        ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
+    """
+    knobs, defaults = draft.knobs, SmpConfig()
+    for knob in _TOO_LATE:
+        asked = attrgetter(knob)(knobs)
+        if asked != attrgetter(knob)(defaults):
+            raise ValueError(
+                f"{knob}={asked!r} has to be applied before a model is sharded, and this one came "
+                f"sharded; leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
+            )
+    if knobs.state_offload == "all":
+        raise ValueError(
+            "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
+            "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
+        )
+    if knobs.context_parallel_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={knobs.context_parallel_degree} and a model that came sharded ({shapes.kind}); "
+            "load it whole, SmpAccelerator shards it"
+        )
+    draft.settle("shard_degree", given.degree, _WHY)
+    for knob, value in _PINNED.items():
+        asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(defaults), value)
+        (draft.drop if asked_for else draft.settle)(knob, value, _WHY)
+    if knobs.keep_between_micro_batches == "parameters":
+        draft.drop("keep_between_micro_batches", "shards", _WHY)
+    draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
+    draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
+    if given.two_dimensional:
+        _leave_to_torch(draft, shapes)
+
+
+def _leave_to_torch(draft: Draft, shapes: Shapes) -> None:
+    trainable = [name for name in shapes.units.replicated if shapes.of_name(name).trainable]
+    if trainable:
+        raise ValueError(
+            f"trainable parameters that every rank holds whole ({', '.join(trainable)}) beside a model sharded in two "
+            "dimensions; write DistributedConfig(fsdp_size=...) without dp_replicate_size"
+        )
+    for knob, value in _TORCHS.items():
+        draft.settle(knob, value, "torch gathers and reduces: the model came with its own replicas")
+    draft.warnings.append(
+        "the model came sharded on a (replicate, shard) mesh: torch gathers and reduces, also across replicas, "
+        f"and {', '.join((*_TORCHS, *_PINNED))} have no effect; load it without distributed_config, and torch-smp "
+        "shards it"
+    )

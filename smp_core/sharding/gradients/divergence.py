@@ -1,0 +1,165 @@
+"""Whether ranks that share parameters issued the same collectives (:mod:`smp_core.comm.issued`), and what if not.
+
+Each rank tells two numbers of its replica: the checksum of what it issued, and what that lacks to 2^31 - 1. The maxima
+of both over all ranks add up to 2^31 - 1 only where all ranks of the replica have the same checksum. So one MAX
+all-reduce, which carries other flags too, compares any number of groups. In the same way all replicas compare which
+window runs: one that gave a window up alone would add its gradients to those of another window. And all compare which
+parameters they train, whose gradients lie side by side in what is added up. Only where ranks differ do they exchange
+what they issued, or what they train.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.comm.issued import IssuedCollectives, first_to_differ
+from smp_core.watch.whereabouts import ranks_in_words
+
+_GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
+_UNTOLD = 0  # torch's fake groups carry nothing
+_DIVERGED = "ranks that share parameters issued different collectives"
+_WHAT_TO_DO = (
+    "They took different ways through the model and took each other's parameters for their own, so that what was "
+    "computed is wrong; an open window's gradients are dropped, weights and optimizer states are as before it. Let "
+    "these ranks call the same units in the same order, or name those that some of them leave out: "
+    "units={'optional': ['visual', '*.adapter_*']}"
+)
+
+
+_OTHER_WINDOWS = (
+    "ranks close different accumulation windows: {}. What some of them gave up (window.abandon()) the others did not. "
+    "Gradients of the window are dropped, weights and optimizer states are as before it. Where a micro-batch fails on "
+    "one rank let the others know, and give the window up on all ranks or on none"
+)
+
+
+_OTHER_PARAMETERS = (
+    "ranks train different parameters: only on {} {!r} has {}. Gradients of the window are dropped, "
+    "weights and optimizer states are as before it. Call requires_grad_() on all ranks alike"
+)
+
+
+HOOK = " (hook)"
+"""Behind the name of a trained parameter: its hooks, in which all ranks take part."""
+
+
+class RanksDiverged(RuntimeError):
+    """Ranks that share parameters issued different collectives, or ranks close different windows or train different
+    parameters; raised on all ranks, before the optimizer steps."""
+
+
+def told_by(issued: IssuedCollectives, mesh: SmpMesh, trained: Iterable[str] = ()) -> list[int]:
+    """Return what this rank tells: two numbers for each replica, those of the others 0, two of the window, and two of
+    what is trained."""
+    told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
+    told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = checksum, _GREATEST - checksum
+    parameters = zlib.crc32("\n".join(trained).encode()) >> 1
+    return [*told, issued.windows, _GREATEST - issued.windows, parameters, _GREATEST - parameters]
+
+
+def differing(told: Sequence[int]) -> list[bool]:
+    """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows, and
+    whether they train different parameters; from the maxima of what all told."""
+    totals = map(operator.add, told[::2], told[1::2])
+    return [total not in (_GREATEST, _UNTOLD) for total in totals]
+
+
+def any_differs(told: torch.Tensor) -> torch.Tensor:
+    """Return whether :func:`differing` finds any: a 0-d bool tensor, for which the host does not wait."""
+    totals = told.view(-1, 2).sum(1)
+    return ((totals != _GREATEST) & (totals != _UNTOLD)).any()
+
+
+def stop_device_where_differing(differs: torch.Tensor) -> None:
+    """Let the device itself go no further where ranks differ, so that nothing is stepped; the host does not wait."""
+    # torch._assert_async: the only check that a device makes by itself. torch has no public one.
+    torch._assert_async(~differs, _DIVERGED)
+
+
+def on_any_stage(flags: Sequence[torch.Tensor | bool], mesh: SmpMesh) -> torch.Tensor:
+    """Return which of the flags hold on any pipeline stage, int32. Collective over the stages."""
+    on_device = [torch.as_tensor(flag, dtype=torch.int32, device=mesh.device) for flag in flags]
+    told = torch.stack(on_device)
+    if mesh.pipeline_degree > 1:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group("pipeline"))
+    return told
+
+
+def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
+    """Compare at once, for example after an evaluation, which no window follows. Collective over the mesh's
+    ``model_group``; the host waits.
+
+    Raises:
+        RanksDiverged: ranks of one replica differ; on all ranks.
+    """
+    if mesh.shard_degree > 1:
+        told = torch.tensor(told_by(issued, mesh), dtype=torch.int32, device=mesh.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.model_group)
+        if on_any_stage([any(differing(told.tolist()))], mesh):
+            raise RanksDiverged(difference_in_words(issued, mesh, told))
+    issued.forget()
+
+
+def difference_in_words(
+    issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor, trained: Sequence[str] = ()
+) -> str:
+    """Ask the ranks what they issued, or train; say where they differ, and which, on all ranks alike. Collective over
+    the world.
+
+    Args:
+        told: the maxima of what all told.
+    """
+    differs, found = differing(told.tolist()), ""
+    if any(differs[:-1]):
+        found = _first_difference(issued, mesh, differs)
+    elif differs[-1]:
+        found = _first_other_parameter(mesh, trained)
+    if mesh.pipeline_degree == 1:
+        return found
+    of_stages = [found] * mesh.pipeline_degree
+    dist.all_gather_object(of_stages, found, group=mesh.group("pipeline"))
+    return " ".join(dict.fromkeys(filter(None, of_stages)))
+
+
+def _first_other_parameter(mesh: SmpMesh, trained: Sequence[str]) -> str:
+    """Return a parameter that some ranks train and others do not, in words. Collective over the ``model_group``."""
+    group = mesh.model_group
+    everyone: list[Sequence[str]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, trained, group=group)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    name = next(name for name in names if not all(name in theirs for theirs in everyone))
+    ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
+    bare = name.removesuffix(HOOK)
+    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
+
+
+def _first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
+    """Return the words of this pipeline stage. Collective over its ``model_group``.
+
+    Args:
+        differs: what :func:`differing` returned.
+    """
+    group = mesh.model_group
+    own = issued.recent() if differs[mesh.replicate_rank] else None
+    everyone: list[tuple[int, int, tuple[int, list[int]] | None]] = [(0, 0, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (issued.windows, mesh.replicate_rank, own), group=group)
+    by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
+    by_window: dict[int, list[int]] = {}
+    for rank, (window, replica, recent) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        by_window.setdefault(window, []).append(rank)
+        if recent is not None:
+            by_replica.setdefault(replica, {})[rank] = recent
+    issued.windows = max(by_window)  # from here on in the same one again
+    issued.forget()
+    if len(by_window) > 1:
+        numbers = (f"{ranks_in_words(ranks)} window {window + 1}" for window, ranks in sorted(by_window.items()))
+        return _OTHER_WINDOWS.format("; ".join(numbers))
+    found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]
+    return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"

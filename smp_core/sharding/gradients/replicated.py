@@ -1,0 +1,231 @@
+"""Gradients of parameters that every rank holds whole: 0-d ones, those tied across units, and all of them with
+``shard_degree=1``, where partitioning would only copy.
+
+Inside a window each rank adds up its own micro-batches; at the window's end the sums are added up over all ranks, one
+collective per group of parameters, and divided once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.comm.background import Pending
+from smp_core.comm.traffic import Route
+from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
+from smp_core.sharding.optimizer.shards import FlatShard
+
+
+class ReplicatedGradients:
+    """Partial sums of plain parameters' gradients in the present window.
+
+    Args:
+        groups: parameters by name, reduced together group by group.
+        route: over all ranks whose gradients are added up.
+        reduce_dtype: what sums are sent in; None: the gradients' own dtype.
+        on_backward: called whenever a backward pass reaches one of the parameters.
+        mesh: the ranks over which gradients are complete, for hooks of parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, nn.Parameter]],
+        route: Route,
+        reduce_dtype: torch.dtype | None,
+        on_backward: Callable[[], None],
+        mesh: SmpMesh,
+    ) -> None:
+        self._groups = [list(group) for group in groups if group]
+        self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
+        self.reached: set[str] = set()
+        self._route = route
+        self._reduce_dtype = reduce_dtype
+        self._on_backward = on_backward
+        self._shards: dict[str, FlatShard] = {}
+        self._this_pass: set[str] = set()
+        self._was_trainable: set[str] = set()
+        self._sums: dict[str, torch.Tensor] = {}
+        self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
+        self._closed: dict[str, torch.Tensor | None] = {}  # .grad of earlier closed passes, of parameters with hooks
+        for name, parameter in self.parameters.items():
+            if parameter.is_floating_point():
+                ParameterHooks(parameter, mesh, before=self._before(name), after=self._note(name))
+
+    def end_of_pass(self) -> None:
+        """Take what the pass left in ``.grad`` into the partial sums.
+
+        A gradient closed earlier in the same optimizer step is in there too. It is equal on all ranks, so it comes back
+        unchanged from the mean over them.
+        """
+        for name in self._this_pass:
+            parameter = self.parameters[name]
+            assert parameter.grad is not None
+            if name in self._sums:
+                # Half precision would lose what is small against the sum so far.
+                self._sums[name] = self._sums[name].to(self._reduce_dtype or parameter.dtype)
+                self._sums[name] += parameter.grad
+            else:
+                self._sums[name] = parameter.grad
+            parameter.grad = None
+        self.reached |= self._this_pass
+        self._this_pass.clear()
+        self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def shard_over_world(self, on_host: bool) -> list[FlatShard]:
+        """Scatter sums over all ranks from now on, for masters to be stepped; not of 0-d parameters, and of what is
+        trained only later: those stay replicated and every rank steps them.
+
+        Args:
+            on_host: see :class:`smp_core.sharding.optimizer.shards.FlatShard`.
+        """
+        if not self._shards:
+            for number, names_of_group in enumerate(self._groups):
+                for dtype, names in self._by_dtype(names_of_group).items():
+                    parameters = [self.parameters[name] for name in names if self.parameters[name].ndim]
+                    if parameters:
+                        names = [name for name in names if self.parameters[name].ndim]
+                        sizes = [parameter.numel() for parameter in parameters]
+                        self._shards[f"whole {number} {dtype}"] = FlatShard(
+                            names, parameters, sizes, self._route.hop, on_host
+                        )
+        return list(self._shards.values())
+
+    def _by_dtype(self, group: Iterable[str]) -> dict[torch.dtype, list[str]]:
+        found: dict[torch.dtype, list[str]] = {}
+        for name in group:
+            if self._takes_part(name):
+                found.setdefault(self.parameters[name].dtype, []).append(name)
+        return found
+
+    def send(self) -> None:
+        """Start adding up over all ranks. Every rank sends every parameter that takes part, whether it received a
+        gradient or not."""
+        for name in self.taking_part():
+            self._set_aside(name)
+        if not self._route.adds_up:
+            return
+        held: set[str] = set()
+        for key, shard in self._shards.items():
+            held.update(shard.names)
+            flat = torch.cat([self._contribution(name).reshape(-1) for name in shard.names])
+            shard.send(flat.to(self._reduce_dtype or flat.dtype), key)
+        for number, group in enumerate(self._groups):
+            for dtype, names in self._by_dtype(name for name in group if name not in held).items():
+                flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
+                flat = flat.to(self._reduce_dtype or dtype)
+                work = self._route.hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
+                self._in_flight.append((names, flat, work))
+
+    def wait(self) -> None:
+        """Wait for what is in flight."""
+        for shard in self._shards.values():
+            shard.wait()
+        for _, _, work in self._in_flight:
+            if work is not None:
+                work.wait()
+
+    def finish(self, seen: Mapping[str, bool] | None) -> None:
+        """Set ``.grad`` of the parameters that received a gradient on some rank (``seen``; None: all of them).
+        Collective where parameters have hooks."""
+        self.wait()
+        for shard in self._shards.values():
+            # What was frozen since the shard was made is in its sum, as zeros.
+            reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
+            shard.set_gradients(self._route.divisor, reached)
+            for name in shard.names:
+                self._sums.pop(name, None)
+        for names, flat, _ in self._in_flight:
+            flat /= self._route.divisor
+            for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
+                self._sums[name] = part.view_as(self.parameters[name])
+        for name, gradient in self._sums.items():
+            if seen is None or seen[name]:
+                self._set_gradient(name, gradient)
+        for name, closed in self._closed.items():  # of those that received none in this pass
+            self.parameters[name].grad = closed
+        self.forget()
+
+    def _set_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[name]
+        hooks = hooks_of(parameter)
+        if hooks:
+            gradient = hooks.change(gradient)
+        closed = self._closed.pop(name, None)
+        if closed is not None:
+            gradient = gradient + closed
+        parameter.grad = _laid_out_like(parameter, gradient)
+
+    def _set_aside(self, name: str) -> None:
+        """Set the ``.grad`` of earlier passes of a parameter with hooks aside: they are to see that of one pass."""
+        parameter = self.parameters[name]
+        if name not in self._closed and hooks_of(parameter):
+            self._closed[name], parameter.grad = parameter.grad, None
+
+    def drop(self, dropped: set[int], set_to_none: bool) -> None:
+        """Drop the partial sums of parameters with these ids, or (``set_to_none=False``) leave them at zero."""
+        for name, parameter in self.parameters.items():
+            if id(parameter) not in dropped:
+                continue
+            if set_to_none:
+                self._sums.pop(name, None)
+                self.reached.discard(name)
+                self._closed.pop(name, None)
+            elif name in self._sums:
+                self._sums[name].zero_()
+
+    def forget(self) -> None:
+        self._closed.clear()
+        self._sums.clear()
+        self._in_flight.clear()
+        self._this_pass.clear()
+        self._was_trainable.clear()
+        self.reached.clear()
+
+    def taking_part(self) -> Iterable[str]:
+        """Return the parameters that are trainable, or were in an earlier micro-batch of the window."""
+        return (name for name in self.parameters if self._takes_part(name))
+
+    def _takes_part(self, name: str) -> bool:
+        return self.parameters[name].requires_grad or name in self._was_trainable
+
+    def _contribution(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        if name in self._sums:
+            return self._sums[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    # Autograd holds these hooks where Python's garbage collector does not look: a strong reference from there would
+    # keep the model, its mesh and the process groups for good.
+
+    def _before(self, name: str) -> Callable[[torch.Tensor], None]:
+        owner = weakref.ref(self)
+
+        def before(_: torch.Tensor) -> None:
+            if (this := owner()) is not None:
+                this._set_aside(name)
+
+        return before
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        owner = weakref.ref(self)
+
+        def note(parameter: torch.Tensor) -> None:
+            if (this := owner()) is not None:
+                this._on_backward()
+                if parameter.requires_grad:  # autograd comes by, and leaves nothing, where it was frozen since forward
+                    this._this_pass.add(name)
+
+        return note
+
+
+def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient in the dtype that the parameter wants and in its strides: fused optimizers walk both in the
+    order of memory."""
+    dtype = parameter.grad_dtype or torch.promote_types(parameter.dtype, gradient.dtype)
+    if gradient.stride() == parameter.stride():
+        return gradient.to(dtype)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)

@@ -1,0 +1,1 @@
+"""Optimizers over shards: which may step them, their norms, scales and states."""

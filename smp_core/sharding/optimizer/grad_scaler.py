@@ -1,0 +1,75 @@
+"""Dynamic loss scaling for optimizers that step sharded and plain parameters together.
+
+torch's GradScaler unscales all gradients of one dtype in one call, which takes plain tensors or DTensors of one mesh.
+``_unscale_grads_`` is the method torch's own ShardedGradScaler overrides for the same reason; no public one is nearer.
+A non-finite gradient is seen by all: DTensor reduces the finding over the ranks that hold parts, replicas hold equal
+gradients, and plain gradients are equal on every rank. Pipeline stages tell one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.sharding.optimizer.prepared import stepped_by
+from smp_core.sharding.optimizer.shards import mesh_of
+from smp_core.torch_facts.stepped import model_parameter
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, unscaling plain tensors and the DTensors of each mesh one kind after the other.
+
+    Attributes:
+        in_stages: ranks hold pipeline stages of the model, which skip a step together. One stage may have no gradient.
+    """
+
+    in_stages = False
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        stepped = stepped_by(optimizer)
+        for mesh in dict.fromkeys(map(mesh_of, stepped)):
+            on_mesh = [p for p in stepped if mesh_of(p) == mesh]
+            part: Any = SimpleNamespace(param_groups=[{"params": on_mesh}])
+            seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
+            for device, flag in seen.items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        masters = any(model_parameter(p) is not p for p in stepped)
+        if masters or self.in_stages:
+            # Parts that no other rank has, and on devices that not every rank has gradients on: one flag for all.
+            flag = found.setdefault(found_inf.device, torch.zeros_like(found_inf))
+            for other in found.values():
+                torch.maximum(flag, other.to(flag.device), out=flag)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            for other in found.values():
+                other.copy_(flag)
+        return found
+
+
+def scale_in_stages(scaler: torch.amp.GradScaler | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Let the pipeline stages of a model skip steps together.
+
+    Args:
+        scaler: None: none.
+
+    Returns:
+        what is applied to a micro-batch's loss before backward.
+
+    Raises:
+        ValueError: a scaler of a class of the user's own.
+    """
+    if scaler is None:
+        return lambda loss: loss
+    if not isinstance(scaler, ShardedGradScaler):
+        raise ValueError(
+            f"pipeline_parallel_degree: a gradient scaler of class {type(scaler).__name__} does not know of stages, "
+            "which have to skip a step together; use torch.amp.GradScaler"
+        )
+    scaler.in_stages = True
+    return scaler.scale  # type: ignore[return-value]

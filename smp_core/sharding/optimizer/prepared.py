@@ -1,0 +1,435 @@
+"""Optimizers over sharded parameters: what is made right for them, once and whenever their groups change.
+
+A prepared optimizer is of a class derived from its own. Before each step, and whenever parameters are added or states
+are loaded or saved, its groups are looked at again:
+
+- parameters that sharding has replaced since the optimizer was made give way to those that the model has now, and bring
+  their states along; a parameter of no model is an error
+- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part, while it steps, and while its
+  states are saved or loaded; at all other times groups hold the model's parameters, for code that looks them up there
+- where plain and sharded tensors meet they are stepped one by one, because torch's fused and foreach kernels take only
+  one kind at a time
+
+With ``state_offload="optimizer"`` it steps on the host (:mod:`smp_core.sharding.optimizer.host`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.cluster.mesh import SmpMesh
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import Plan
+from smp_core.sharding.fsdp import ShardedUnit
+from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
+from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
+from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
+from smp_core.sharding.optimizer.trial import held, require_steps_shards
+from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.torch_facts.stepped import is_outermost, model_parameter
+
+logger = logging.getLogger("smp")
+
+_KERNELS = ("fused", "foreach", "capturable")
+
+
+class SteppedModel(Protocol):
+    """The interface of a parallelized model whose parameters an optimizer steps."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def mesh(self) -> SmpMesh: ...
+    @property
+    def config(self) -> SmpConfig: ...
+    @property
+    def window(self) -> Window: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def units(self) -> tuple[ShardedUnit, ...]: ...
+    @property
+    def replaced(self) -> ReplacedParameters: ...
+    def reshard(self) -> None: ...
+
+
+class Prepared:
+    """Methods of a prepared optimizer. ``_smp_homes`` has the models that its parameters are of."""
+
+    __slots__ = ()
+    _smp_unprepared: Any
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Zero gradients, and drop what open windows hold of the parameters, as would be done without a window."""
+        with _masters_in_groups(self):
+            for window in self._smp_homes.windows:
+                window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
+            self._smp_unprepared.zero_grad(self, set_to_none)
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        before = {model_parameter(parameter) for group in self.param_groups for parameter in group["params"]}
+        self._smp_unprepared.add_param_group(self, param_group)
+        try:
+            settle(self)
+            if not before.isdisjoint(map(model_parameter, self.param_groups[-1]["params"])):
+                raise ValueError("some parameters appear in more than one parameter group")
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Return the state as torch does. Collective with ``optimizer_shard="world"``."""
+        with _masters_in_groups(self):
+            state: dict[str, Any] = self._smp_unprepared.state_dict(self)
+            for world in self._smp_homes.worlds:
+                state = world.full_state(self, state)
+        return state
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Load a state, except with which kernels the optimizer steps: that is this run's affair and not the
+        checkpoint's."""
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):
+            own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
+            state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
+        if not isinstance(self, OnHost):
+            # Masters that were saved beside half precision weights are the weights here.
+            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+        with _masters_in_groups(self):
+            if not isinstance(self, OnHost):
+                # Masters that were saved beside half precision weights are the weights here.
+                state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+            for world in self._smp_homes.worlds:
+                state_dict = world.own_state(self, state_dict)
+            self._smp_unprepared.load_state_dict(self, state_dict)
+
+
+class Homes:
+    """The models whose parameters an optimizer steps."""
+
+    def __init__(self, models: Sequence[SteppedModel]) -> None:
+        self._models = tuple(models)
+        self._own: dict[int, torch.Tensor] = {}
+        self.users = 0
+        """How many methods at work need masters in the groups."""
+
+    @property
+    def windows(self) -> list[Window]:
+        return [model.window for model in self._models]
+
+    @property
+    def worlds(self) -> list[WorldSharding]:
+        return [window.world for window in self.windows if window.world is not None]
+
+    def close_windows(self) -> None:
+        for window in self.windows:
+            window.close()
+
+    def reshard(self) -> None:
+        """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots
+        unsharded."""
+        for model in self._models:
+            model.reshard()
+
+    def find_parameters(self) -> None:
+        """Note the models' parameters as they are, sharded."""
+        self.reshard()
+        self._own = {id(parameter): parameter for model in self._models for parameter in model.module.parameters()}
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        return id(model_parameter(parameter)) in self._own
+
+    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer today's parameters in the place of replaced ones, with their states.
+
+        Raises:
+            ValueError: it has parameters of no model.
+        """
+        if all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        self.find_parameters()
+        for model in self._models:
+            replaced = model.replaced
+            old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
+            states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.current(parameter) for parameter in group["params"]]
+            if old:
+                optimizer.state.update(replaced.current_states(states, model.mesh.device))
+        self._refuse_strangers(optimizer)
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        strangers: dict[int, list[str]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            strangers[number] = [f"{list(p.shape)}" for p in group["params"] if not self.owns(p)]
+        count = sum(map(len, strangers.values()))
+        if count:
+            groups = [f"group {n}: shapes {', '.join(shapes[:3])}" for n, shapes in strangers.items() if shapes]
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) steps {count} parameters of no prepared model "
+                f"({'; '.join(groups)}), whose gradients nobody would synchronise; make it from model.parameters(): in "
+                "Lightning in configure_optimizers, under Accelerate before prepare(model, optimizer) or after "
+                "prepare(model)"
+            )
+
+    def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put masters in the place of parameters, and their part of the states, with ``optimizer_shard="world"``."""
+        for world in self.worlds:
+            for group in optimizer.param_groups:
+                before, group["params"] = group["params"], world.stepped(group["params"])
+                for old, new in zip(before, group["params"], strict=True):
+                    if new is not old and old in optimizer.state:
+                        optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
+
+    def show_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put parameters in the place of masters, unless a method at work needs those; states stay the masters', and
+        are found by the parameter, too."""
+        if self.users or not self.worlds:
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [model_parameter(stepped) for stepped in group["params"]]
+        if not isinstance(optimizer.state, _States):
+            optimizer.state = _States(self.stepped, optimizer.state)
+
+    def stepped(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what is stepped in the place of parameters."""
+        found = list(parameters)
+        for world in self.worlds:
+            found = world.stepped(found)
+        return found
+
+    @torch.no_grad()
+    def take_masters(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
+        """Copy the masters that a state dict has into float32 weights; return its states without them."""
+        stepped = [model_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: dict(entry) for number, entry in numbered["state"].items()}
+        saved = [number for group in numbered["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, stepped, strict=False):
+            master = state.get(number, {}).pop(MASTER, None)
+            if master is None:
+                continue
+            if parameter.dtype == torch.float32:
+                local_of(parameter).copy_(local_of(master))
+            for world in self.worlds:
+                world.take_weights({id(parameter): master})
+        return state
+
+    def store_masters(self) -> None:
+        """Store half precision weights in float32 that were made trainable since the model was sharded."""
+        for model in self._models:
+            if model.plan.dtypes.masters and not model.plan.dtypes.stored_as_gathered:
+                for unit in model.units:
+                    unit.store_masters()
+
+    def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
+        they are."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
+                parameter.grad_dtype = None
+
+    def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
+        """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
+        in all of them for ``zero_grad``, which goes by the defaults."""
+        on_host = any(model.config.state_offload == "all" for model in self._models)
+        for group in [] if stepped_there else optimizer.param_groups:
+            if _are_mixed(held(group)):
+                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
+                if asked:
+                    logger.info(
+                        "%s=True has no effect where 0-d, shared or tensor parallel parameters are in the group",
+                        asked[0],
+                    )
+                group.update({flag: False for flag in ("fused", "foreach") if flag in group})
+            elif on_host:
+                group.update(host_kernels(group, group["params"], type(optimizer)))
+        if _are_mixed(parameter for group in optimizer.param_groups for parameter in held(group)):
+            optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
+
+    def bring_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring what the optimizer has stepped into the models' parameters. Collective."""
+        for world in self.worlds:
+            world.after_step(optimizer)
+        self.reshard()
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's states by what it steps, which are found by the model's parameters, too."""
+
+    def __init__(self, stepped: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], states: Any) -> None:
+        super().__init__(dict, states)
+        self._stepped = stepped
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        (stepped,) = self._stepped([parameter]) if isinstance(parameter, torch.Tensor) else (parameter,)
+        return self[stepped] if stepped is not parameter else super().__missing__(parameter)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[SteppedModel]) -> bool:
+    """Make an optimizer over the parameters of these models right for them. Collective over the world.
+
+    Returns:
+        False if it was prepared for them before, and nothing was to be done.
+
+    Raises:
+        ValueError: it has parameters of no model, it cannot step shards, with ``optimizer_shard="world"`` it looks
+            across a tensor or across tensors, with pipeline stages across tensors, or its states are of a kind that
+            cannot be saved.
+    """
+    before: Homes | None = getattr(optimizer, "_smp_homes", None)
+    if before is not None:
+        if set(map(id, before.windows)) != {id(model.window) for model in models}:
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) was prepared for other models; make a new one"
+            )
+        settle(optimizer)
+        return False
+    refuse_unsaveable(optimizer)
+    if any(model.plan.stages is not None for model in models):
+        require_tensorwise(optimizer)
+    homes = Homes(models)
+    homes.take_in(optimizer)
+    host = any(model.config.state_offload == "optimizer" for model in models)
+    for model in models:
+        if model.config.optimizer_shard == "world":
+            require_elementwise(optimizer)
+            first = model.window.world is None
+            model.window.shard_over_world(on_host=host).follow_parameters()
+            if first:
+                _follow_flags_in_calls(model, model.window.world)
+    homes.give_masters(optimizer)
+    homes.choose_kernels(optimizer, stepped_there=host)
+    homes.show_parameters(optimizer)
+    if not homes.worlds:
+        require_steps_shards(optimizer)
+    if host:
+        homes.keep_gradients_fine(optimizer)
+        step_on_host(optimizer, models[0].mesh.device)
+    optimizer._smp_homes = homes  # type: ignore[attr-defined]
+    # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
+    # of a kind, by which LearningRateMonitor tells them apart.
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _prepared(kind)
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return True
+
+
+def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:
+    """Let masters and parameters agree on ``requires_grad`` before each forward of a root: an optimizer's user may have
+    set it on masters."""
+    assert world is not None
+    for unit in model.plan.units:
+        if unit.is_root:
+            module = model.module.get_submodule(unit.name)
+            module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return what an optimizer steps, which has the gradients: with ``optimizer_shard="world"`` masters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+    return parameters if homes is None else homes.stepped(parameters)
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Look at the groups of a prepared optimizer again: whatever was put there since.
+
+    Raises:
+        ValueError: a parameter of no model.
+    """
+    homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
+    homes.take_in(optimizer)
+    homes.store_masters()
+    homes.give_masters(optimizer)
+    if isinstance(optimizer, OnHost):
+        homes.keep_gradients_fine(optimizer)
+    homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
+    homes.show_parameters(optimizer)
+
+
+@contextlib.contextmanager
+def _masters_in_groups(optimizer: Any) -> Iterator[None]:
+    """Let groups hold what is stepped, and states be found by that."""
+    homes: Homes = optimizer._smp_homes
+    homes.users += 1
+    try:
+        settle(optimizer)
+        yield
+    finally:
+        homes.users -= 1
+        homes.show_parameters(optimizer)
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Complete the gradients before weights are stepped: now, or when the closure has run its backward passes."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        optimizer._smp_homes.close_windows()
+        _before_weights_change(optimizer)
+        return None
+
+    def closed() -> Any:
+        result = closure()
+        optimizer._smp_homes.close_windows()
+        _before_weights_change(optimizer)
+        return result
+
+    return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
+
+
+def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
+    """Let groups hold what is stepped, up to :func:`_after_step`."""
+    optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
+    settle(optimizer)
+    for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
+        world.follow_parameters()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
+    homes.bring_weights(optimizer)
+    if is_outermost(optimizer):
+        homes.users = 0
+        homes.show_parameters(optimizer)
+
+
+@functools.cache
+def _prepared(kind: Any) -> Any:
+    prepared = derive(kind, Prepared, "_smp_unprepared")
+    for name in ("train", "eval"):
+        if callable(getattr(kind, name, None)):
+            setattr(prepared, name, _moving(getattr(kind, name)))
+    return prepared
+
+
+def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method by which schedule-free optimizers change the weights between training and evaluation."""
+
+    @functools.wraps(method)
+    def moving(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _before_weights_change(self)
+        result = method(self, *args, **kwargs)
+        _after_step(self)
+        return result
+
+    return moving
+
+
+def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
+    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    return len(meshes) > 1

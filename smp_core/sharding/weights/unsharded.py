@@ -1,0 +1,88 @@
+"""A sharded module that is a plain one for a while, with unsharded values on the host: no call of it communicates.
+
+Code that one rank runs alone can then use the model, such as a `save_pretrained` that runs it for a model card. The
+module itself changes, not a copy of it, because others may hold references to it. nn.Module has no public list of its
+hooks; FSDP2's are told from a user's by the module in which they are defined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.torch_facts.module_names import clean_name
+
+_LIBRARIES = ("torch.distributed.", "smp_core.", "lightning_smp.", "accelerate_smp.")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module, values: Mapping[str, torch.Tensor], refusal: str = "") -> Iterator[None]:
+    """Let a module and its parts hold unsharded values inside the block, and run without their sharding hooks.
+
+    Args:
+        module: a sharded module, or a part of one.
+        values: unsharded tensors on the host, by the module's names.
+        refusal: why the module cannot run on one rank: calls of it or its parts raise ``RuntimeError``. "": it can.
+    """
+    with contextlib.ExitStack() as restored:
+        shown: dict[int, nn.Parameter] = {}
+        for name, part in module.named_modules():
+            prefix = clean_name(f"{name}.") if name else ""
+            _show_values(part, prefix, values, shown, restored)
+            _hide_hooks(part, restored)
+            if refusal:
+                handle = part.register_forward_pre_hook(_refusing(refusal))
+                restored.callback(handle.remove)
+        yield
+
+
+def _show_values(
+    part: nn.Module,
+    prefix: str,
+    values: Mapping[str, torch.Tensor],
+    shown: dict[int, nn.Parameter],
+    restored: contextlib.ExitStack,
+) -> None:
+    """Put values in the place of a module's own parameters, and copies on the host in that of its buffers."""
+    for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+        value = values.get(prefix + name)
+        if value is None:
+            continue
+        if id(parameter) not in shown:  # a tied parameter stays one parameter
+            shown[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        restored.callback(part.register_parameter, name, parameter)
+        part.register_parameter(name, shown[id(parameter)])
+    for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+        restored.callback(setattr, part, name, buffer)
+        setattr(part, name, buffer.detach().to("cpu", copy=True))
+
+
+def _hide_hooks(part: nn.Module, restored: contextlib.ExitStack) -> None:
+    """Take the sharding's forward hooks off a module."""
+    for kind in _HOOKS:
+        hooks = getattr(part, kind)
+        own = {key: hook for key, hook in hooks.items() if not _is_a_librarys(hook)}
+        before = dict(hooks)
+        restored.callback(_put_back, hooks, before)
+        _put_back(hooks, own)
+
+
+def _put_back(hooks: dict[int, Any], content: Mapping[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(content)
+
+
+def _is_a_librarys(hook: Any) -> bool:
+    return f"{getattr(hook, '__module__', '')}.".startswith(_LIBRARIES)
+
+
+def _refusing(words: str) -> Any:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    return refuse

@@ -1,0 +1,1 @@
+"""Facts about torch: differences between versions, streams, names of wrapped modules, absent tensors, masters."""

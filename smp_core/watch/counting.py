@@ -1,0 +1,183 @@
+"""Counts over the ranks of a run, in which every batch counts once.
+
+Tensor ranks and pipeline stages hold copies of what a batch gave, context ranks the parts of its sequences. So sums,
+metrics and gathered values go over ``SmpMesh.gradient_group``, one rank for each part of a batch: a sum over tokens is
+one process's. What context ranks count by sample they count once each; it belongs into ``SmpMesh.data_group``. Which of
+the two a number is, nobody can see, so equal numbers of context ranks are reported once.
+
+torchmetrics synchronise over the whole world unless they are given a group. Their public ``Metric.sync`` is replaced,
+because metrics may live anywhere (in lists, callbacks and wrappers of other metrics), and because a metric that holds a
+group could no longer be copied. Which of their states are concatenated says ``_reductions`` alone, a private name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.checkpoint.tree import map_tensors
+from smp_core.cluster.mesh import SmpMesh
+
+logger = logging.getLogger("smp")
+
+_reported: set[str] = set()
+
+
+def gather_with_gradient(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Stack the tensors of all ranks of ``group``, which have one shape; gradients are added up over them. Collective,
+    in backward too.
+
+    Returns:
+        [ranks, *tensor.shape]
+    """
+    gathered: torch.Tensor = _Gather.apply(tensor, group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        stacked = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+        dist.all_gather(list(stacked), tensor.contiguous(), group=group)
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _SumOwn.apply(gradient, ctx.group), None
+
+
+class _SumOwn(torch.autograd.Function):
+    """The sum over ranks of the row that is this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = stacked.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(gradient, ctx.group), None
+
+
+def report_equal_terms(tensor: torch.Tensor, mesh: SmpMesh, what: str, instead: str) -> None:
+    """Compare the terms of a sum over ranks, as long as nothing was reported. Collective over those that hold different
+    tokens, where ranks share sequences; arguments as in :func:`report_equal_parts`."""
+    if mesh.context_degree == 1 or what in _reported:
+        return
+    tensor = tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(mesh.gradient_degree)]
+    dist.all_gather(parts, tensor, group=mesh.gradient_group)
+    report_equal_parts(parts, mesh, what, instead)
+
+
+def report_equal_parts(parts: Sequence[torch.Tensor], mesh: SmpMesh, what: str, instead: str) -> None:
+    """Warn once where all ranks that share a sequence counted the same number, which are added up.
+
+    Args:
+        parts: of all ranks that hold different tokens, in order.
+        what: is counted.
+        instead: what to write where samples are counted.
+    """
+    context = mesh.context_degree
+    if context == 1 or what in _reported:
+        return
+    firsts = [parts[place - place % context] for place in range(len(parts))]
+    equal = all(torch.equal(part, first) for part, first in zip(parts, firsts, strict=True))
+    if not equal or not any(part.count_nonzero() for part in parts):
+        return
+    _reported.add(what)
+    if mesh.rank == 0:
+        logger.warning(
+            "%s: context_parallel_degree=%d ranks that share a sequence counted the same and were added up, which is "
+            "right for counts of tokens. Where samples are counted, each would count %d times: %s",
+            what,
+            context,
+            context,
+            instead,
+        )
+
+
+def synchronize_metrics(mesh: SmpMesh) -> None:
+    """Let torchmetrics count over the ranks of ``mesh``, until another run begins or its process groups are gone.
+
+    Of pipeline stages the last one's metrics count, which see what the model returned. Ranks without a batch take part.
+
+    Nothing happens before torchmetrics is imported.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return
+    kind, world = torchmetrics.Metric, dist.group.WORLD
+    original = getattr(kind.sync, "of_torchmetrics", kind.sync)
+
+    @functools.wraps(original)
+    def sync(
+        metric: Any,
+        dist_sync_fn: Any = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:
+        given = process_group or metric.process_group
+        if given is None and should_sync and dist.is_initialized() and dist.group.WORLD is world:
+            process_group = mesh.gradient_group
+            _take_last_stages_state(metric, mesh)
+            _match_states(metric, mesh)
+            if dist_sync_fn is None and mesh.context_degree > 1:
+                dist_sync_fn = functools.partial(_gather_state, mesh=mesh, what=type(metric).__name__)
+        original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+
+    sync.of_torchmetrics = original  # type: ignore[attr-defined]
+    kind.sync = sync
+
+
+def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
+    if mesh.pipeline_degree == 1:
+        return
+    carried = [map_tensors(dict(metric.metric_state), torch.Tensor.cpu)]
+    dist.broadcast_object_list(carried, group=mesh.group("pipeline"), group_src=mesh.pipeline_degree - 1)
+    for name, value in map_tensors(carried[0], lambda tensor: tensor.to(metric.device)).items():
+        setattr(metric, name, value)
+
+
+def _match_states(metric: Any, mesh: SmpMesh) -> None:
+    """Give a metric's states the dtypes, and empty ones the shapes, that they have on ranks that counted something.
+
+    A rank without a batch has states as they begin, and collectives of other sizes than the others'.
+    """
+    own = {name: _kind_of(value) for name, value in metric.metric_state.items()}
+    told: list[Any] = [None] * mesh.gradient_degree
+    dist.all_gather_object(told, own, group=mesh.gradient_group)
+    for name, value in metric.metric_state.items():
+        kinds = [kinds[name] for kinds in told if kinds[name] is not None]
+        if not kinds:
+            continue
+        dtype = functools.reduce(torch.promote_types, [kind[0] for kind in kinds])
+        if isinstance(value, torch.Tensor):
+            setattr(metric, name, value.to(dtype))
+        elif value:
+            setattr(metric, name, [each.to(dtype) for each in value])
+        elif getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat":
+            setattr(metric, name, [torch.empty(0, *kinds[0][1], dtype=dtype, device=metric.device)])
+
+
+def _kind_of(state: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    first = state[0] if isinstance(state, list) and state else state
+    return (first.dtype, tuple(first.shape[1:])) if isinstance(first, torch.Tensor) else None
+
+
+def _gather_state(tensor: torch.Tensor, group: Any, *, mesh: SmpMesh, what: str) -> list[torch.Tensor]:
+    gather: Any = sys.modules["torchmetrics"].utilities.distributed.gather_all_tensors
+    parts: list[torch.Tensor] = gather(tensor, group)
+    instead = "metric.process_group = trainer.strategy.data_group, in on_fit_start (accelerator.data_group)"
+    report_equal_parts(parts, mesh, what, instead)
+    return parts

@@ -1,0 +1,37 @@
+"""TraceMeter: the bytes that operators of a step move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smp_core.planner.trace_meter import TraceMeter
+
+WIDTH = 1000
+
+
+def moved(step: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+    """Return the bytes that ``step`` moves, of two float32 vectors of 1,000 elements."""
+    with FakeTensorMode():
+        x, y = torch.ones(WIDTH), torch.ones(WIDTH)
+        with TraceMeter(set()) as meter:
+            step(x, y)
+    return meter.counts["forward_moved"]
+
+
+def test_operators_move_what_they_read_and_write() -> None:
+    assert moved(lambda x, y: x + y) == 3 * 4 * WIDTH
+    assert moved(lambda x, y: torch.relu(x)) == 2 * 4 * WIDTH
+
+
+def test_views_and_questions_move_nothing() -> None:
+    """Each `device` goes through the dispatcher as an operator that takes a tensor and returns none."""
+    assert moved(lambda x, y: (x.device, y.device, x.is_same_size(y))) == 0
+    assert moved(lambda x, y: x[:10].view(2, 5)) == 0
+
+
+def test_operators_that_only_change_tensors_move_what_they_change() -> None:
+    """They return nothing, as questions do."""
+    assert moved(lambda x, y: torch._foreach_mul_([x, y], 2.0)) == 2 * 4 * WIDTH  # type: ignore[func-returns-value]

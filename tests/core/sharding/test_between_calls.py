@@ -1,0 +1,340 @@
+"""What a user lists, sets, edits or drops between calls of a sharded model is what is trained.
+
+Every case is one procedure, written once and run on a plain model in one process and on a sharded one, whose ranks all
+have the same samples: losses, norms and weights are equal to 1e-12 in float64, which leaves room for another order of
+additions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.engine.parallel_model import ParallelModel
+from tests.core.fuzz.hooks import Cell
+from tests.core.scenarios import parallel_model
+from tests.harness import run_ranks
+
+
+class Net(nn.Module):
+    """Two cells, which are units of their own, between layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.cells = nn.ModuleList([Cell(), Cell()])
+        self.leave = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for cell in self.cells:
+            x = cell(x)
+        return self.leave(x)
+
+    def frozen_inside(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that freezes a layer of the root while it is gathered, and uses the model's forward."""
+        self.enter.weight.requires_grad_(False)
+        return self(x)
+
+
+class Side:
+    """A model and what trains it: plain, or sharded."""
+
+    def __init__(self, parallel: ParallelModel | None, model: Net) -> None:
+        self.parallel, self.model = parallel, model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        if parallel is not None:
+            parallel.prepare_optimizer(self.optimizer)
+        self.seen: list[torch.Tensor] = []
+
+    def micro_batch(self, number: int) -> torch.Tensor:
+        return torch.sin(torch.arange(12.0, dtype=torch.float64) + number).view(2, 6)
+
+    def loss(self, number: int) -> torch.Tensor:
+        loss = self.model(self.micro_batch(number)).square().mean()
+        self.seen.append(loss.detach())
+        return loss
+
+    def look(self) -> None:
+        """At a prediction."""
+        with torch.no_grad():
+            self.loss(7)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.parallel is None else self.parallel.window.accumulate():
+            yield
+
+    def clip(self) -> None:
+        if self.parallel is None:
+            self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), 0.05))
+        else:
+            self.seen.append(self.parallel.clip_grad_norm_(0.05))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def end(self) -> list[torch.Tensor]:
+        weights = (p.detach() for p in self.model.parameters())
+        return [*self.seen, *(p.full_tensor() if isinstance(p, DTensor) else p for p in weights)]
+
+
+def freezes_after_a_forward(side: Side) -> None:
+    for frozen in (True, False, True):
+        side.look()
+        for module in (side.model.enter, side.model.cells[0]):
+            module.requires_grad_(not frozen)
+        side.loss(0).backward()
+        side.step()
+
+
+def freezes_between_forward_and_backward(side: Side) -> None:
+    loss = side.loss(0)
+    side.model.enter.requires_grad_(False)
+    side.model.cells[1].requires_grad_(False)
+    loss.backward()
+    side.step()
+
+
+def freezes_inside_a_method(side: Side) -> None:
+    run = side.model.frozen_inside
+    x = side.micro_batch(0)
+    out = run(x) if side.parallel is None else side.parallel.run_as_forward(run, x)
+    out.square().mean().backward()
+    side.step()
+    side.loss(1).backward()
+    side.step()
+
+
+def edits_after_a_forward(side: Side) -> None:
+    def by_foreach(parameters: list[torch.Tensor]) -> None:
+        torch._foreach_mul_(parameters, 0.5)
+
+    def by_data(parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.data.mul_(0.5)
+
+    def in_place(parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.copy_(parameter * 0.5)
+
+    for edit in (by_foreach, by_data, in_place):
+        side.look()
+        with torch.no_grad():
+            edit(list(side.model.parameters()))
+        side.look()
+        side.loss(0)  # its graph is dropped
+        with torch.no_grad():
+            edit([side.model.enter.weight, side.model.cells[0].layer.weight])
+        side.loss(1).backward()
+        side.step()
+
+
+def edits_in_a_window(side: Side) -> None:
+    with side.accumulate():
+        side.loss(0).backward()
+    with torch.no_grad():
+        for parameter in side.model.parameters():
+            parameter.mul_(0.5)
+    side.loss(1).backward()
+    side.step()
+
+
+def clips_after_a_forward(side: Side) -> None:
+    side.loss(0).backward()
+    side.look()
+    side.clip()
+    side.step()
+
+
+def hooks_on_parameters(side: Side) -> None:
+    side.look()
+    handles = [p.register_hook(lambda gradient: gradient * 0.5) for p in side.model.parameters()]
+    side.loss(0).backward()
+    side.step()
+    for handle in handles:
+        handle.remove()
+    side.loss(1).backward()
+    side.step()
+
+
+def penalizes_weights(side: Side) -> None:
+    """A term of the loss that is made of the parameters themselves, before the model's own and after it."""
+
+    def penalty() -> torch.Tensor:
+        terms = [p.square().sum() for p in side.model.parameters()]
+        return 0.1 * sum(term.full_tensor() if isinstance(term, DTensor) else term for term in terms)
+
+    for number in range(2):
+        with side.accumulate():
+            (penalty() + side.loss(number)).backward()
+        loss = side.loss(number + 2)
+        (loss + penalty()).backward()
+        side.clip()
+        side.step()
+
+
+def zeroes_modules(side: Side) -> None:
+    for set_to_none in (True, False):
+        for zeroed in (side.model, side.model.cells[0], side.model.cells, side.model.leave):
+            with side.accumulate():
+                side.loss(0).backward()
+                zeroed.zero_grad(set_to_none)
+                side.loss(1).backward()
+                zeroed.zero_grad(set_to_none)
+            side.look()
+            side.loss(2).backward()
+            side.optimizer.step()
+            side.model.zero_grad()
+
+
+def zeroes_at_the_end(side: Side) -> None:
+    """What was dropped, to None or to zero, is stepped as without a window."""
+    for set_to_none in (False, True):
+        with side.accumulate():
+            side.loss(0).backward()
+            side.model.cells[0].zero_grad(set_to_none)
+        if side.parallel is not None:
+            side.parallel.window.close()
+        side.step()
+
+
+PROCEDURES: list[Callable[[Side], None]] = [
+    freezes_after_a_forward,
+    freezes_between_forward_and_backward,
+    freezes_inside_a_method,
+    edits_after_a_forward,
+    edits_in_a_window,
+    clips_after_a_forward,
+    hooks_on_parameters,
+    penalizes_weights,
+    zeroes_modules,
+    zeroes_at_the_end,
+]
+
+WORLD = {"optimizer_shard": "world"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "default": {"shard_degree": 2},
+    "unsharded after forward": {"shard_degree": 2, "reshard_after_forward": False},
+    "kept through windows": {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
+    "whole gradients held": {
+        "shard_degree": 2,
+        "keep_between_micro_batches": "gradients",
+        "reshard_after_forward": True,
+    },
+    "a copy in the node": {"shard_degree": 4, "reshard_after_forward": "node"},
+    "world": {"shard_degree": 2, **WORLD},
+    "replicas": {"shard_degree": 1},
+    "replicas, world": {"shard_degree": 1, **WORLD},
+}
+
+
+def sharded(**knobs: Any) -> ParallelModel:
+    torch.manual_seed(0)
+    return parallel_model(Net().double(), units=("Cell",), **knobs)
+
+
+def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for procedure in PROCEDURES:
+        if name.endswith("world") and procedure in (freezes_after_a_forward,):
+            continue  # thawed parameters have no masters, which is refused
+        parallel = sharded(**LAYOUTS[name])
+        side = Side(parallel, parallel.module)
+        procedure(side)
+        if parallel.units:
+            assert all(isinstance(p, DTensor) for p in parallel.module.parameters()), procedure.__name__
+        found[procedure.__name__] = side.end()
+    return found
+
+
+# The random runs draw these as well.
+OFTEN_DRAWN = (
+    "unsharded after forward",
+    "whole gradients held",
+    "a copy in the node",
+    "world",
+    "kept through windows",
+    "replicas",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in OFTEN_DRAWN else name for name in LAYOUTS]
+)
+def test_what_is_done_between_calls_is_as_in_one_process(name: str) -> None:
+    [ours, *_] = run_ranks(on_ranks, 4, name, ranks_per_node=2)
+    for procedure in PROCEDURES:
+        if procedure.__name__ not in ours:
+            continue
+        torch.manual_seed(0)
+        side = Side(None, Net().double())
+        procedure(side)
+        expected = side.end()
+        for place, (mine, theirs) in enumerate(zip(ours[procedure.__name__], expected, strict=True)):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-12), (procedure.__name__, place)
+
+
+def refusals() -> dict[str, str]:
+    """What would have no effect, or be lost, ends in an error."""
+
+    def assigned_data(model: Net) -> None:
+        model.enter.weight.data = model.enter.weight.data * 2
+
+    def replaced(model: Net) -> None:
+        model.cells[0].layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+
+    def changed_inside(model: Net) -> None:
+        def change(module: nn.Module, _: Any) -> None:
+            with torch.no_grad():
+                module.weight.mul_(2)
+
+        model.enter.register_forward_pre_hook(change)
+
+    found = {}
+    for degree in (1, 2):
+        for deed in (assigned_data, replaced, changed_inside):
+            parallel = sharded(shard_degree=degree)
+            parallel.module(torch.ones(2, 6, dtype=torch.float64))
+            deed(parallel.module)
+            try:
+                parallel.module(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+                found[f"{deed.__name__} {degree}"] = ""
+            except ValueError as error:
+                found[f"{deed.__name__} {degree}"] = str(error)
+    return found
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    for found in run_ranks(refusals, 2, ranks_per_node=2):
+        assert "enter.weight.data was assigned to" in found["assigned_data 2"]
+        assert "parameter.copy_(value)" in found["assigned_data 2"]
+        assert "was replaced after the model was sharded" in found["replaced 2"]
+        assert "changed in place inside a forward" in found["changed_inside 2"]
+        assert found["assigned_data 1"] == found["changed_inside 1"] == ""  # plain parameters
+
+
+def copies_zero_their_own() -> tuple[bool, bool]:
+    model = sharded(shard_degree=1).module
+    again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in [model, *again]:
+        each(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    for each in again:
+        each.zero_grad()
+    return (
+        all(p.grad is None for each in again for p in each.parameters()),
+        all(p.grad is not None for p in model.parameters()),
+    )
+
+
+def test_zero_grad_of_a_copy_is_the_copys_own() -> None:
+    assert run_ranks(copies_zero_their_own, 1) == [(True, True)]

@@ -1,0 +1,90 @@
+"""How the watch over ranks ends: with its launcher, alone, when told to, or with others who still read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import smp_core.watch.rank_watch as rank_watch
+from smp_core.watch.rank_watch import RankWatch
+from tests.core.watch.liveness_runs import INTERVAL, Report, after, silence_rank_2
+from tests.harness import run_ranks
+
+
+def told_to_end_while_it_looks() -> tuple[Report, list[int], bool]:
+    """What rank 0 reports when each of its looks is met by SIGTERM; the signals that were handled, and whether the
+    handler is there again."""
+    handled: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        handled.append(number)
+
+    def prepare(watching: RankWatch, rank: int) -> None:
+        look = watching._look
+
+        def look_under_fire() -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return look()
+
+        watching._look = look_under_fire  # type: ignore[method-assign]
+        signal.signal(signal.SIGTERM, handler)
+        silence_rank_2(watching, rank)
+
+    reported = after(prepare, reporting=[0], alive=[0, 1, 3])
+    return reported, handled, signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_telling() -> None:
+    (found, text), handled, restored = run_ranks(told_to_end_while_it_looks, 4)[0]
+    assert found is not None and "rank 2 was lost" in found and found in text
+    assert handled == [] and restored
+
+
+def test_one_process_watches_nobody() -> None:
+    assert RankWatch.start(interval=INTERVAL) is None
+
+
+def stop_twice() -> None:
+    watching = RankWatch.start(interval=60.0)  # stop waits for its thread for two intervals at most
+    assert watching is not None
+    watching.stop()
+    assert not watching._thread.is_alive()
+    watching.stop()
+    dist.barrier()
+
+
+def test_stopping_is_final_and_may_be_repeated() -> None:
+    run_ranks(stop_twice, 4)
+
+
+def rank_0_ends_first() -> bool:
+    watching = RankWatch.start()
+    assert watching is not None
+    board, rank = watching.boards[0], watching.rank
+    while rank > 0 and "left" not in watching._read(board)[0] and not board.closed:
+        time.sleep(INTERVAL / 4)
+    watching.stop()
+    return rank > 0 or "left" in watching._read(board)[1] or bool(board.get("done/1"))
+
+
+def test_the_store_stays_until_the_others_are_done_with_it() -> None:
+    """It is in rank 0's process, and says why that has ended."""
+    assert run_ranks(rank_0_ends_first, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warned"), [("3", "True", True), ("3", "False", False), ("0", "True", False)]
+)
+def test_restarts_that_may_fail_while_connecting_are_warned_of(
+    restarts: str, shared: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared, "RANK": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    rank_watch._warn_of_shared_store()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
