@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_core.outside.floors import require
+from smp_core.outside import require
 
 require("accelerate", "accelerate_smp")
 

@@ -62,20 +62,16 @@ from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
 from accelerate_smp.unprepared import is_prepared, watch_for_unprepared
-from smp_core.cluster.layout import DATA
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import DATA, SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.batch import BatchLayout
-from smp_core.engine.auto_degree import missed, smallest_layout
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.context_parallel import BatchLayout
+from smp_core.engine import ParallelModel, missed, smallest_layout
 from smp_core.entry import build_mesh
-from smp_core.outside.command_line import console
-from smp_core.sharding.optimizer.grad_norm import settle_nonfinite
-from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
+from smp_core.outside import console
+from smp_core.sharding.optimizer import ShardedGradScaler, settle_nonfinite
 from smp_core.topology import Topology
-from smp_core.torch_facts.stepped import after_each_step
-from smp_core.watch.counting import synchronize_metrics
-from smp_core.watch.rank_watch import RankWatch, stop_watching, watch_ranks
+from smp_core.torch_facts import after_each_step
+from smp_core.watch import RankWatch, stop_watching, synchronize_metrics, watch_ranks
 
 logger = logging.getLogger("smp")
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.config import SmpConfig
-from smp_core.torch_facts.stepped import after_each_step
+from smp_core.torch_facts import after_each_step
 
 
 class BackgroundSavingAccelerator(Accelerator):

@@ -16,10 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.observe.job_figures import DrawsTimeline, check_peak
-from smp_core.observe.memory_watch import WatchesMemory
-from smp_core.observe.run_record import RunRecord
-from smp_core.run_log.write import FILE
+from smp_core.observe import DrawsTimeline, RunRecord, WatchesMemory, check_peak
+from smp_core.run_log import FILE
 
 
 class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):

@@ -30,26 +30,27 @@ from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,
+    OpenCheckpoint,
+    Ranks,
     load_checkpoint,
-    read_per_rank,
-    read_rest,
-    save_checkpoint,
-)
-from smp_core.checkpoint.memory.tier import MemoryTier
-from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
-from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
     named_optimizer_state,
     names_between,
+    open_checked,
+    open_checkpoint,
+    read_per_rank,
+    read_rest,
+    restore_random_state,
+    save_checkpoint,
     stepped_parameters,
 )
-from smp_core.checkpoint.random_state import random_state, restore_random_state
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.verify import open_checked
-from smp_core.comm.remainder_state import KEY as REMAINDERS
-from smp_core.comm.remainder_state import load_remainder_state, remainder_state
-from smp_core.config.recipes import DelayedInit
-from smp_core.torch_facts.module_names import uncompiled
+from smp_core.checkpoint.memory import MemoryTier
+from smp_core.checkpoint.random_state import random_state
+from smp_core.comm import KEY as REMAINDERS
+from smp_core.comm import load_remainder_state
+from smp_core.comm.remainder_state import remainder_state
+from smp_core.config import DelayedInit
+from smp_core.torch_facts import uncompiled
 
 logger = logging.getLogger("smp")
 

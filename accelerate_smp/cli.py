@@ -11,11 +11,10 @@ import torch
 import typer
 import yaml
 
-from smp_core.cli.doctor import findings, table_of
-from smp_core.config import SmpConfig
+from smp_core.cli import findings, table_of
+from smp_core.config import YAML_SECTION, SmpConfig
 from smp_core.config import values as read
-from smp_core.config.sources import YAML_SECTION
-from smp_core.outside.command_line import OneLineErrors, begin, console
+from smp_core.outside import OneLineErrors, begin, console
 
 
 class _Commands(OneLineErrors):

@@ -15,8 +15,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from accelerate_smp.handle import parallel_of
-from smp_core.config import SmpConfig
-from smp_core.config.recipes import Compile
+from smp_core.config import Compile, SmpConfig
 
 
 def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig:

@@ -19,8 +19,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from smp_core.config import SmpConfig
-from smp_core.config.recipe import nested
+from smp_core.config import SmpConfig, nested
 
 logger = logging.getLogger("smp")
 

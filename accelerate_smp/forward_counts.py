@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.observe.job_figures import JobFigures
+from smp_core.engine import ParallelModel
+from smp_core.observe import JobFigures
 
 # The arguments of forward that hold one number per token, in the order of preference.
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")

@@ -16,9 +16,7 @@ from typing import Any
 
 from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
-from smp_core.config import SmpConfig
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.config.values import nearest_name
+from smp_core.config import Fp8Recipe, SmpConfig, nearest_name
 
 logger = logging.getLogger("smp")
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accelerate_smp.handle import parallel_of
-from smp_core.fp8.monitoring import Fp8Watch
+from smp_core.fp8 import Fp8Watch
 
 
 class Fp8MonitorCallback(TrainerCallback):

@@ -23,12 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_smp.handle import parallel_of
-from smp_core.checkpoint import full_state_dict
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.pickling import is_a_part
-from smp_core.watch.rank_watch import meet
+from smp_core.checkpoint import Ranks, full_state_dict, iterate_tensors, map_tensors
+from smp_core.engine import ParallelModel
+from smp_core.sharding import is_a_part
+from smp_core.watch import meet
 
 _PART = "_smp_part_of"
 

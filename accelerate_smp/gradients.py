@@ -11,10 +11,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_smp.handle import parallel_of
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm
+from smp_core.engine import ParallelModel
+from smp_core.sharding.optimizer import clip_grad_norm_, clip_grad_value_
+from smp_core.sharding.optimizer.grad_norm import grad_norm
 
 
 class GradientsAccelerator(Accelerator):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.torch_facts.module_names import uncompiled
+from smp_core.engine import ParallelModel
+from smp_core.torch_facts import uncompiled
 
 _ATTACHED = "_smp_parallel"
 

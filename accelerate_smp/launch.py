@@ -34,10 +34,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch_keys import read_keys, refuse_flags
-from smp_core.config import SmpConfig
-from smp_core.config.sources import CONFIG_FILE_VARIABLE, YAML_SECTION
-from smp_core.config.values import nearest_name
-from smp_core.outside.foreign_files import read_yaml
+from smp_core.config import CONFIG_FILE_VARIABLE, YAML_SECTION, SmpConfig, nearest_name
+from smp_core.outside import read_yaml
 
 logger = logging.getLogger("smp")
 

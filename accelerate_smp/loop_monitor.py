@@ -16,10 +16,8 @@ import torch
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.observe.job_figures import check_peak
-from smp_core.observe.memory_watch import WatchesMemory
-from smp_core.observe.run_record import RunRecord
-from smp_core.torch_facts.stepped import after_each_step
+from smp_core.observe import RunRecord, WatchesMemory, check_peak
+from smp_core.torch_facts import after_each_step
 
 
 class SmpMonitor(WatchesMemory):

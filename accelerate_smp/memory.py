@@ -9,16 +9,12 @@ from typing import Any
 from accelerate_smp import checkpoints
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.saved_states import SavedStatesAccelerator, load
-from smp_core.checkpoint import first_undamaged
-from smp_core.checkpoint.memory.search import MemoryCheckpoint
-from smp_core.checkpoint.memory.tier import MemoryTier
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.root import join, readable_checkpoints
-from smp_core.checkpoint.untrusted import NoSuchFolder
+from smp_core.checkpoint import NoSuchFolder, Ranks, first_undamaged, join, readable_checkpoints
+from smp_core.checkpoint.memory import MemoryCheckpoint, MemoryTier
 from smp_core.config import SmpConfig
 from smp_core.entry import memory_tier
 from smp_core.topology import Topology
-from smp_core.watch.rank_watch import meet
+from smp_core.watch import meet
 
 
 class StatesInMemoryAccelerator(SavedStatesAccelerator):

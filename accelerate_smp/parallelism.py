@@ -14,7 +14,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 
 
 @dataclass

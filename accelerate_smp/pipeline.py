@@ -22,13 +22,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 
-from smp_core.cluster.layout import DATA, GRADIENTS, Layout
-from smp_core.context_parallel.active import part_of_mean
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.pipeline.batches import split_batch
-from smp_core.pipeline.results import loss_of, mean_of
-from smp_core.pipeline.step import Within
-from smp_core.sharding.optimizer.grad_scaler import scale_in_stages
+from smp_core.cluster import DATA, GRADIENTS, Layout
+from smp_core.context_parallel import part_of_mean
+from smp_core.engine import ParallelModel
+from smp_core.pipeline import Within, loss_of, mean_of, split_batch
+from smp_core.sharding.optimizer import scale_in_stages
 
 _NAME = "a function under @accelerator.pipeline_step"
 INSIDE_STEP = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from accelerate_smp.memory import StatesInMemoryAccelerator
-from smp_core.watch.preemption import Preemption
+from smp_core.watch import Preemption
 
 
 class PreemptibleAccelerator(StatesInMemoryAccelerator):

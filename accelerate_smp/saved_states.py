@@ -18,10 +18,8 @@ from torch.utils.data import DataLoader
 from accelerate_smp import checkpoints
 from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
-from smp_core.checkpoint import is_checkpoint, remove_checkpoint
-from smp_core.checkpoint.opening import OpenCheckpoint
-from smp_core.checkpoint.root import surplus
-from smp_core.watch.rank_watch import meet
+from smp_core.checkpoint import OpenCheckpoint, is_checkpoint, remove_checkpoint, surplus
+from smp_core.watch import meet
 
 logger = logging.getLogger("smp")
 

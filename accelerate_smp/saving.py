@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from smp_core.checkpoint.interval import SaveSchedule
+from smp_core.checkpoint import SaveSchedule
 
 
 class SmpCheckpointCallback(TrainerCallback):

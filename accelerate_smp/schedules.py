@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from smp_core.torch_facts.stepped import after_each_step
+from smp_core.torch_facts import after_each_step
 
 
 class SmpScheduler(AcceleratedScheduler):

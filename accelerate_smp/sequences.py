@@ -23,14 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
-from smp_core.cluster.layout import DATA, GRADIENTS, Ranks
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.context_parallel.active import SplitBatch, active_split, enabled, part_of_mean
-from smp_core.context_parallel.batch import BatchLayout
-from smp_core.context_parallel.transformers_models import shifts_labels
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.pipeline.step import Within
-from smp_core.watch.whereabouts import here
+from smp_core.cluster import DATA, GRADIENTS, Ranks, SmpMesh
+from smp_core.context_parallel import BatchLayout, SplitBatch, active_split, enabled, part_of_mean, shifts_labels
+from smp_core.engine import ParallelModel
+from smp_core.pipeline import Within
+from smp_core.watch import here
 
 
 class SharedSequencesAccelerator(PipelinedAccelerator):

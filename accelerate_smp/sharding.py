@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_smp.compiled import with_dynamo_plugin
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
-from smp_core.sharding.dtype_rules import Precision
+from smp_core.plan import Precision
 from smp_core.topology import Topology
 
 

@@ -34,8 +34,8 @@ from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import active_split
-from smp_core.watch.rank_watch import meet
+from smp_core.context_parallel import active_split
+from smp_core.watch import meet
 
 if TYPE_CHECKING:
     _Base = Trainer

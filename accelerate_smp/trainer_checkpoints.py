@@ -29,12 +29,17 @@ from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.trainer_preemption import LeavesWhenTold
 from accelerate_smp.transformers_names import sort_checkpoints
-from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
-from smp_core.checkpoint.opening import OpenCheckpoint
-from smp_core.checkpoint.optimizers import load_full_optimizer_state
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.root import surplus
-from smp_core.checkpoint.verify import open_checked
+from smp_core.checkpoint import (
+    CheckpointError,
+    OpenCheckpoint,
+    Ranks,
+    first_undamaged,
+    is_checkpoint,
+    load_full_optimizer_state,
+    open_checked,
+    read_manifest,
+    surplus,
+)
 
 logger = logging.getLogger("smp")
 

@@ -16,10 +16,8 @@ from transformers import trainer as trainer_module
 from transformers.trainer_callback import ExportableState
 
 from accelerate_smp import checkpoints
-from smp_core.checkpoint import read_rest
-from smp_core.checkpoint.memory.search import MemoryCheckpoint
-from smp_core.checkpoint.memory.tier import MemoryTier
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint import Ranks, read_rest
+from smp_core.checkpoint.memory import MemoryCheckpoint, MemoryTier
 
 _TRAINER_STATE = "trainer_state"
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from smp_core.checkpoint.random_state import random_state
-from smp_core.watch.preemption import Preemption
+from smp_core.watch import Preemption
 
 
 class LeavesWhenTold(TrainerCallback):

@@ -26,12 +26,17 @@ from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
-from smp_core.context_parallel.active import SplitBatch, active_split, enabled
-from smp_core.context_parallel.batch import ContextParallel
-from smp_core.context_parallel.chunked_loss import IGNORED
-from smp_core.context_parallel.chunked_models import loss_only, smoothed
-from smp_core.context_parallel.documents import labels_within_documents
-from smp_core.context_parallel.transformers_models import shifts_labels
+from smp_core.context_parallel import (
+    IGNORED,
+    ContextParallel,
+    SplitBatch,
+    active_split,
+    enabled,
+    labels_within_documents,
+    loss_only,
+    shifts_labels,
+    smoothed,
+)
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from smp_core.outside.floors import require
+from smp_core.outside import require
 
 require("transformers", "SmpTrainer")
 

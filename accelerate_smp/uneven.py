@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import send_to_device
 
-from smp_core.watch.joined import count_samples, join
+from smp_core.watch import count_samples, join
 
 logger = logging.getLogger("smp")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smp_core.sharding.replaced import of_replaced
+from smp_core.sharding import of_replaced
 
 _prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []

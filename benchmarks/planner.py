@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import Plan, decide
+from smp_core.engine.decide import decide
 from smp_core.plan.cluster import GIB
+from smp_core.plan.plan import Plan
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware

@@ -24,8 +24,9 @@ from typing import Any
 
 from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import Plan, decide
+from smp_core.engine.decide import decide
 from smp_core.plan.optimizers import OPTIMIZERS
+from smp_core.plan.plan import Plan
 from smp_core.planner.candidate import Choice
 from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED

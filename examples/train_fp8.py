@@ -31,8 +31,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.fp8 import Fp8Recipe
-from smp_core.outside.floors import how_to_install, is_there
-from smp_core.sharding.dtype_rules import Precision
+from smp_core.outside import how_to_install, is_there
+from smp_core.plan import Precision
 
 
 def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -> list[float]:

@@ -49,13 +49,11 @@ from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_smp import SmpMonitor, SmpShardedStrategy
-from smp_core.cluster.launch import launch_environment
+from smp_core.cluster import launch_environment
 from smp_core.config import SmpConfig
-from smp_core.engine.auto_degree import plans_of_all_degrees
-from smp_core.outside.floors import how_to_install, is_there
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.memory import plan_table
-from smp_core.plan.shapes import Shapes
+from smp_core.engine import plans_of_all_degrees
+from smp_core.outside import how_to_install, is_there
+from smp_core.plan import GIB, Cluster, Shapes, plan_table
 from smp_core.topology import Topology
 
 MODELS: dict[str, dict[str, int]] = {

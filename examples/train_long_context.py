@@ -44,11 +44,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
-from smp_core.engine.auto_degree import plans_of_all_degrees
-from smp_core.observe.memory_report import MemoryReport
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.memory import plan_table
-from smp_core.plan.shapes import Shapes
+from smp_core.engine import plans_of_all_degrees
+from smp_core.observe import MemoryReport
+from smp_core.plan import GIB, Cluster, Shapes, plan_table
 from smp_core.topology import Topology
 
 LLAMA_3_1_8B = {

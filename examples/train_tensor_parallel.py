@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_smp import SmpShardedStrategy
-from smp_core.observe.memory_report import MemoryReport
+from smp_core.observe import MemoryReport
 
 RANKS = 4
 

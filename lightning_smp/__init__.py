@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_core.outside.floors import require
+from smp_core.outside import require
 
 require("lightning", "lightning_smp")
 
@@ -28,8 +28,8 @@ from lightning_smp.from_folder import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.watch.joined import JoinedLoader
+from smp_core.config import Fp8Recipe
+from smp_core.watch import JoinedLoader
 
 # "smp_sharded" sets nothing, so that SMP_SHARD_DEGREE counts.
 _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

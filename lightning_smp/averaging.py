@@ -27,9 +27,8 @@ from typing_extensions import override
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, FINER_AVERAGE
 from lightning_smp.loading import Loading
 from lightning_smp.steps import SteppingStrategy
-from smp_core.engine.averaging import RankWeights, ShardedAverage, take_written
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.engine import ParallelModel, RankWeights, ShardedAverage, take_written
+from smp_core.torch_facts import clean_name
 
 
 def take_over_callbacks(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from smp_core.checkpoint import AsyncCheckpointer, CheckpointError
-from smp_core.checkpoint.folders.addresses import is_address, local_path
+from smp_core.checkpoint.folders import is_address, local_path
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.watch.joined import JoinedLoader
+from smp_core.cluster import SmpMesh
+from smp_core.watch import JoinedLoader
 
 
 def require_equal_training(trainer: Trainer) -> None:

@@ -15,9 +15,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.optimizers import shard_like
-from smp_core.checkpoint.tree import Path, iterate_tensors
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.checkpoint import Path, iterate_tensors, shard_like
+from smp_core.torch_facts import clean_name
 
 SHARDED = "smp_sharded"
 """Key of the places of shards in callbacks' states: lists of keys."""

@@ -18,13 +18,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smp.dealt import DealtLoader
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.observe.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
-from smp_core.observe.memory_log import KINDS
-from smp_core.observe.memory_watch import WatchesMemory
-from smp_core.observe.run_record import RunRecord
-from smp_core.run_log.write import FILE
-from smp_core.watch.joined import JoinedLoader
+from smp_core.engine import ParallelModel
+from smp_core.observe import BYTES, KINDS, DrawsTimeline, JobFigures, RunRecord, WatchesMemory, check_peak
+from smp_core.run_log import FILE
+from smp_core.watch import JoinedLoader
 
 logger = logging.getLogger("smp")
 

@@ -15,22 +15,26 @@ import lightning
 import torch
 from torch import nn
 
-from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank, read_rest
-from smp_core.checkpoint.lazy_state import LazyState, Unread
-from smp_core.checkpoint.optimizers import (
+from smp_core.checkpoint import (
+    CheckpointError,
+    LazyState,
+    Ranks,
+    TensorFiles,
+    Unread,
     copy_into,
+    load_checkpoint,
     load_full_optimizer_state,
     load_named_optimizer_state,
     names_between,
+    open_checked,
     parameter_names,
+    read_per_rank,
+    read_rest,
     stepped_parameters,
 )
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.tensor_files import TensorFiles
-from smp_core.checkpoint.verify import open_checked
-from smp_core.comm.remainder_state import KEY as REMAINDERS
-from smp_core.comm.remainder_state import load_remainder_state
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.comm import KEY as REMAINDERS
+from smp_core.comm import load_remainder_state
+from smp_core.engine import ParallelModel
 
 logger = logging.getLogger("smp")
 

@@ -24,19 +24,19 @@ from lightning_smp.resume import random_of_rank
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,
+    Ranks,
     full_state_dict,
     is_checkpoint,
+    numbered,
     remove_checkpoint,
     save_checkpoint,
     save_full_state,
 )
-from smp_core.checkpoint.folders.addresses import is_address
-from smp_core.checkpoint.memory.tier import MemoryTier
-from smp_core.checkpoint.optimizers import numbered
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.folders import is_address
+from smp_core.checkpoint.memory import MemoryTier
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
-from smp_core.torch_facts.module_names import uncompiled
+from smp_core.torch_facts import uncompiled
 
 logger = logging.getLogger("smp")
 

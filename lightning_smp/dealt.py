@@ -29,10 +29,9 @@ import xxhash
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
-from smp_core.checkpoint.random_state import random_state, set_random_state
-from smp_core.checkpoint.tree import iterate_tensors
-from smp_core.watch.joined import count_samples
-from smp_core.watch.whereabouts import here
+from smp_core.checkpoint import iterate_tensors, set_random_state
+from smp_core.checkpoint.random_state import random_state
+from smp_core.watch import count_samples, here
 
 logger = logging.getLogger("smp")
 

@@ -10,7 +10,7 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from smp_core.cluster.launch import LaunchEnvironment, launch_environment
+from smp_core.cluster import LaunchEnvironment, launch_environment
 
 
 class PlatformEnvironment(ClusterEnvironment):

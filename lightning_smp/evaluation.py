@@ -34,7 +34,7 @@ from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_smp.dealt import DealtLoader
-from smp_core.watch.joined import JoinedLoader, join, length_of
+from smp_core.watch import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
 _CONTAINERS = (list, dict, set, collections.deque)

@@ -17,8 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_smp.processes import ProcessGroupStrategy
-from smp_core.watch.preemption import Preempted
-from smp_core.watch.rank_watch import ENDING, looks_like_a_lost_peer
+from smp_core.watch import ENDING, Preempted, looks_like_a_lost_peer
 
 logger = logging.getLogger("smp")
 

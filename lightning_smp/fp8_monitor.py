@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.fp8.monitoring import Fp8Watch
+from smp_core.engine import ParallelModel
+from smp_core.fp8 import Fp8Watch
 
 
 class Fp8Monitor(Callback):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from smp_core.checkpoint import consolidate, is_checkpoint
-from smp_core.checkpoint.folders.addresses import is_address
+from smp_core.checkpoint.folders import is_address
 
 
 class LoadFromCheckpoint:

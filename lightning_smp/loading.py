@@ -37,19 +37,21 @@ from lightning_smp.exception_saves import exception_checkpoints
 from lightning_smp.memory import PLACE, KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
-from smp_core.checkpoint import CheckpointError, find_checkpoints
-from smp_core.checkpoint.foreign.torch_file import check_torch_file, step_of_file
-from smp_core.checkpoint.lazy_state import Unread, as_it_lies
-from smp_core.checkpoint.opening import OpenCheckpoint
-from smp_core.checkpoint.random_state import resumed_random_state
-from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.root import open_first_undamaged
-from smp_core.checkpoint.untrusted import NoSuchFolder
-from smp_core.engine.averaging import fill
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.weights.own_parts import load_full_state
-from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.checkpoint import (
+    CheckpointError,
+    NoSuchFolder,
+    OpenCheckpoint,
+    Ranks,
+    Unread,
+    as_it_lies,
+    find_checkpoints,
+    open_first_undamaged,
+    resumed_random_state,
+)
+from smp_core.checkpoint.foreign import check_torch_file, step_of_file
+from smp_core.engine import ParallelModel, fill
+from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
+from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
 

@@ -20,10 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smp.exception_saves import exception_checkpoints
-from smp_core.checkpoint.folders.addresses import is_address
-from smp_core.checkpoint.memory.folder import launcher_job
-from smp_core.checkpoint.opening import OpenCheckpoint
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint import OpenCheckpoint, Ranks
+from smp_core.checkpoint.folders import is_address
+from smp_core.checkpoint.memory import launcher_job
 from smp_core.config import SmpConfig
 from smp_core.entry import memory_tier
 from smp_core.topology import Topology

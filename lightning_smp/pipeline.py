@@ -23,11 +23,10 @@ from torchmetrics import Metric
 
 from lightning_smp.kept import Kept
 from lightning_smp.sequences import SharedSequences
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.pipeline.batches import split_batch
-from smp_core.pipeline.results import is_number, loss_of, mean_of
-from smp_core.sharding.optimizer.grad_scaler import scale_in_stages
+from smp_core.checkpoint import map_tensors
+from smp_core.engine import ParallelModel
+from smp_core.pipeline import is_number, loss_of, mean_of, split_batch
+from smp_core.sharding.optimizer import scale_in_stages
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,

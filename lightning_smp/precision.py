@@ -17,10 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer.grad_norm import clip_grad_value_
-from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
+from smp_core.config import Fp8Recipe
+from smp_core.engine import ParallelModel
+from smp_core.sharding.optimizer import ShardedGradScaler, clip_grad_value_
 
 
 class Fp8Precision(Precision):

@@ -18,8 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
-from smp_core.checkpoint.folders.addresses import is_address
-from smp_core.watch.preemption import SIGNALS, Preemption
+from smp_core.checkpoint.folders import is_address
+from smp_core.watch import SIGNALS, Preemption
 
 NAME = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-preempted.ckpt"
 """One of the names that ``ckpt_path="last"`` looks at."""

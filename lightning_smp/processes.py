@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
 from smp_core.topology import Topology
-from smp_core.watch.explanations import explain
-from smp_core.watch.rank_watch import RankWatch, report, watch_ranks
+from smp_core.watch import RankWatch, explain, report, watch_ranks
 
 
 class ProcessGroupStrategy(ParallelStrategy):

@@ -29,8 +29,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_smp.dealt import DealtLoader
 from lightning_smp.due_validation import begins_with_it
-from smp_core.checkpoint.random_state import random_state, set_random_state
-from smp_core.watch.joined import JoinedLoader
+from smp_core.checkpoint import set_random_state
+from smp_core.checkpoint.random_state import random_state
+from smp_core.watch import JoinedLoader
 
 logger = logging.getLogger("smp")
 

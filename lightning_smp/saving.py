@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from smp_core.checkpoint.folders.addresses import is_address
-from smp_core.checkpoint.interval import SaveSchedule
+from smp_core.checkpoint import SaveSchedule
+from smp_core.checkpoint.folders import is_address
 
 
 class SmpCheckpoint(ModelCheckpoint):

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
-from smp_core.context_parallel.batch import BatchLayout, ContextParallel
-from smp_core.context_parallel.transformers_models import shifts_labels
+from smp_core.context_parallel import BatchLayout, ContextParallel, SplitBatch, enabled, part_of_mean, shifts_labels
 
 
 class SharedSequences:

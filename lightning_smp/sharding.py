@@ -21,13 +21,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_smp.precision import Fp8Precision, autocast_dtype
-from smp_core.config import SmpConfig
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core import plan as planning
+from smp_core.config import Fp8Recipe, SmpConfig
+from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
-from smp_core.planner.next_run import knobs_of_next_run
-from smp_core.sharding import dtype_rules as planning
-from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
+from smp_core.planner import knobs_of_next_run
+from smp_core.sharding import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.topology import Topology
 
 _ATTACHED = "_smp_parallel"

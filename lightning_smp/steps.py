@@ -32,12 +32,11 @@ from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.resume import WindowStart, place_sampler
 from lightning_smp.sequences import SharedSequences
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer.grad_norm import settle_nonfinite
-from smp_core.watch.counting import gather_with_gradient, report_equal_terms
-from smp_core.watch.joined import JoinedLoader
+from smp_core.engine import ParallelModel
+from smp_core.sharding.optimizer import settle_nonfinite
+from smp_core.watch import JoinedLoader, gather_with_gradient, report_equal_terms
 
 
 class SteppingStrategy(ProcessGroupStrategy):

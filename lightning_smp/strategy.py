@@ -49,11 +49,9 @@ from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.batch import BatchLayout
-from smp_core.engine.auto_degree import missed
-from smp_core.watch.counting import synchronize_metrics
-from smp_core.watch.preemption import Preemption
-from smp_core.watch.rank_watch import meet_between_runs
+from smp_core.context_parallel import BatchLayout
+from smp_core.engine import missed
+from smp_core.watch import Preemption, meet_between_runs, synchronize_metrics
 
 logger = logging.getLogger("smp")
 

@@ -18,27 +18,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from smp_core.checkpoint.memory.tier import MemoryTier
-from smp_core.cluster.agreement import agreed, of_rank_0
-from smp_core.cluster.layout import Layout
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.checkpoint.memory import MemoryTier
+from smp_core.cluster import Layout, SmpMesh, agreed, of_rank_0
 from smp_core.config import SmpConfig
-from smp_core.engine.adoption import adopt_sharded_model
-from smp_core.engine.auto_degree import decide_with_smallest_degree
-from smp_core.engine.conversions import mesh_of, parallelize_model
-from smp_core.engine.decide import TRAINERS_OWN, Plan, decide
-from smp_core.engine.layout_rules import settle_layout
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.pipeline.rehearsal import rehearse
-from smp_core.plan.chain.recording import with_chain
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.shapes import Shapes
-from smp_core.plan.units import Entry
-from smp_core.planner.auto_plan import RunningStep, plan_run
-from smp_core.sharding.dtype_rules import Precision
+from smp_core.engine import (
+    ParallelModel,
+    adopt_sharded_model,
+    decide_with_smallest_degree,
+    mesh_of,
+    parallelize_model,
+    settle_layout,
+)
+from smp_core.engine.decide import decide
+from smp_core.pipeline import rehearse
+from smp_core.plan import TRAINERS_OWN, Cluster, Draft, Entry, Plan, Precision, Shapes
+from smp_core.plan.chain import with_chain
+from smp_core.planner import RunningStep, plan_run
+from smp_core.sharding import given_sharding
 from smp_core.sharding.fsdp import given_units, require_internals
-from smp_core.sharding.given import given_sharding
 from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
 
 logger = logging.getLogger("smp")

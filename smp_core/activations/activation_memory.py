@@ -11,9 +11,7 @@ from torch import nn
 from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
-from smp_core.engine.decide import Plan
-from smp_core.plan.checkpointed import CheckpointedModule
-from smp_core.plan.cluster import GIB
+from smp_core.plan import GIB, CheckpointedModule, Plan
 from smp_core.torch_facts import streams
 
 _LOWER = "lower the batch size or the sequence length, checkpoint fewer modules, or raise activations.offload_host_gib"

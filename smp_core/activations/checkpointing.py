@@ -28,9 +28,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from smp_core.activations.selective import ContextPair, selective_contexts
-from smp_core.plan.checkpointed import CheckpointedModule
-from smp_core.torch_facts.compat import caches_in
-from smp_core.torch_facts.module_names import uncompiled
+from smp_core.plan import CheckpointedModule
+from smp_core.torch_facts import caches_in, uncompiled
 
 logger = logging.getLogger("smp")
 

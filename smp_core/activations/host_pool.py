@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smp_core.plan.cluster import GIB
+from smp_core.plan import GIB
 from smp_core.torch_facts import streams
 
 

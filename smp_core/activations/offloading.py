@@ -33,9 +33,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.activations.host_pool import HostBuffer, HostPool
-from smp_core.plan.checkpointed import CheckpointedModule
-from smp_core.torch_facts import streams
-from smp_core.torch_facts.module_names import compiled_of
+from smp_core.plan import CheckpointedModule
+from smp_core.torch_facts import compiled_of, streams
 
 # A fake tensor stands for a plain one, in dry runs.
 _PLAIN = (torch.Tensor, FakeTensor)

@@ -2,31 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from smp_core.plan.checkpointed import CheckpointedModule
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.shapes import Shapes
-
-
-@dataclass(frozen=True)
-class ActivationPlan:
-    """Decisions about activation memory.
-
-    Attributes:
-        checkpointed: modules that are computed again in backward.
-        check: the outputs of recomputations are compared.
-        offloaded_bytes: host memory of this rank that inputs of these modules may take; None: none are offloaded.
-        horizon: how many modules' inputs may be on the device at once.
-        min_bytes: smaller inputs stay on the device.
-    """
-
-    checkpointed: tuple[CheckpointedModule, ...] = ()
-    check: bool = False
-    offloaded_bytes: int | None = None
-    horizon: int = 2
-    min_bytes: int = 0
+from smp_core.plan import GIB, ActivationPlan, Cluster, Draft, Shapes
 
 
 def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> ActivationPlan:

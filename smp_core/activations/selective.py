@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from smp_core.plan.kept_operators import is_kept, keep_outputs_of
+from smp_core.plan import is_kept, keep_outputs_of
 
 __all__ = ["ContextPair", "is_kept", "keep_outputs_of", "kept_outputs_shown_to", "selective_contexts"]
 

@@ -26,8 +26,8 @@ from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
-from smp_core.run_log.write import note
-from smp_core.torch_facts.compat import collective_timeout
+from smp_core.run_log import note
+from smp_core.torch_facts import collective_timeout
 
 logger = logging.getLogger("smp")
 

@@ -18,7 +18,7 @@ from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.verify import verify_checkpoint
-from smp_core.outside.command_line import console
+from smp_core.outside import console
 
 app = typer.Typer(help="Look at, check and convert checkpoint folders.", no_args_is_help=True)
 

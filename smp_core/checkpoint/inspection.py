@@ -16,7 +16,7 @@ from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.root import find_checkpoints, join, read_latest
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import verify_checkpoint
-from smp_core.outside.floors import how_to_install
+from smp_core.outside import how_to_install
 
 _LARGEST = 20
 _WRITER = re.compile(r"tensors-(\d{5,9})-of-")

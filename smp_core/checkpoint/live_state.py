@@ -23,7 +23,7 @@ from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.tree import map_tensors, name_tensors
-from smp_core.torch_facts.absent import ABSENT, is_absent
+from smp_core.torch_facts import ABSENT, is_absent
 
 
 def full_state_dict(

@@ -24,9 +24,7 @@ from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
-from smp_core.torch_facts.absent import is_absent
-from smp_core.torch_facts.module_names import clean_name
-from smp_core.torch_facts.stepped import StepsOnHost, model_parameter
+from smp_core.torch_facts import StepsOnHost, clean_name, is_absent, model_parameter
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from smp_core.checkpoint.tensor_file import Entry, place_in_file, write_tensor_f
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
-from smp_core.run_log.write import note
+from smp_core.run_log import note
 
 logger = logging.getLogger("smp")
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-from smp_core.outside.command_line import OneLineErrors, begin
+from smp_core.outside import OneLineErrors, begin
 
 _COMMANDS = {
     "checkpoint": "smp_core.checkpoint.commands",

@@ -28,10 +28,9 @@ import typer
 from packaging.version import Version
 from rich.table import Table
 
-from smp_core.checkpoint.memory.folder import left_by_ended_jobs
-from smp_core.outside.command_line import console
-from smp_core.outside.floors import OLDEST, is_older
-from smp_core.torch_facts.compat import TESTED_TORCH
+from smp_core.checkpoint.memory import left_by_ended_jobs
+from smp_core.outside import OLDEST, console, is_older
+from smp_core.torch_facts import TESTED_TORCH
 
 # torch's are those of docs/versions.md; the others those of constraints.txt (tests/core/cli/test_doctor.py compares
 # them).

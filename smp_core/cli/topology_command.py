@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 import typer
 
-from smp_core.cluster.layout import Layout
-from smp_core.cluster.links import LINKS_VARIABLE, Links
-from smp_core.comm.measuring import SIZES, TIMEOUT, measure
-from smp_core.outside.command_line import console
-from smp_core.plan.picture import svg_picture, text_picture
+from smp_core.cluster import LINKS_VARIABLE, Layout, Links
+from smp_core.comm import SIZES, TIMEOUT, measure
+from smp_core.outside import console
+from smp_core.plan import svg_picture, text_picture
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")

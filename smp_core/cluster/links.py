@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from smp_core.outside.foreign_files import read_json
+from smp_core.outside import read_json
 from smp_core.topology import Topology
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 from torch.distributed.distributed_c10d import Work
 
-from smp_core.watch.whereabouts import here
+from smp_core.watch import here
 
 _AT_ONCE = timedelta(0)
 

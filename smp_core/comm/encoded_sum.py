@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from smp_core.codecs.codec import Codec
+from smp_core.codecs import Codec
 from smp_core.comm.exchange import all_to_all, exchange
 from smp_core.comm.meter import CommMeter
 from smp_core.torch_facts import streams

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts.compat import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, reduce_scatter_single
 
 # Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
 GATHER, REDUCE, HOP = 1, 2, 3

@@ -36,7 +36,7 @@ from smp_core.comm.exchange import (
 )
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
-from smp_core.torch_facts.compat import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, reduce_scatter_single
 
 
 class _TwoStage(CommObject):

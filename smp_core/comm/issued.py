@@ -21,7 +21,7 @@ import torch.distributed as dist
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject
 from smp_core.comm.secondary import SecondaryGather
-from smp_core.watch.whereabouts import here, ranks_in_words, went_apart
+from smp_core.watch import here, ranks_in_words, went_apart
 
 _MICRO_BATCH_ENDED = 0
 # Numbers that are kept to name the first difference; an evaluation may issue millions between two comparisons.

@@ -24,11 +24,12 @@ import statistics
 
 import torch
 
-from smp_core.cluster.layout import PARTITION, Layout
-from smp_core.cluster.links import (
+from smp_core.cluster import (
     LINKS_VARIABLE,
+    PARTITION,
     PLACES,
     Collectives,
+    Layout,
     LinkFit,
     Links,
     Place,
@@ -36,14 +37,10 @@ from smp_core.cluster.links import (
     reduce_seconds,
     replica_sum_seconds,
 )
-from smp_core.codecs.codec import CodeName, codec
+from smp_core.codecs import CodeName
 from smp_core.config import SmpConfig
-from smp_core.engine.layout_rules import replicas_share_nodes, two_stages
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.shapes import Shapes
-from smp_core.sharding.dtype_rules import dtype_of
-from smp_core.torch_facts.compat import FSDP_METHODS
+from smp_core.plan import Cluster, Draft, Shapes, compression, dtype_of, replicas_share_nodes, two_stages
+from smp_core.torch_facts import FSDP_METHODS
 
 MOST_IN_FLIGHT = 4
 
@@ -97,11 +94,6 @@ def _partition_seconds(
     sums = reduce_seconds(links, degree, elements * reduced.itemsize, compressed)
     # Backward gathers over the whole group again only where nothing is kept after forward.
     return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
-
-
-def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> float:
-    """Return bytes that ``elements`` elements take on the wire, as a share of what they take in their dtype."""
-    return min(codec(payload).size(elements) / (elements * dtype.itemsize), 1.0) if payload and elements else 1.0
 
 
 def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:

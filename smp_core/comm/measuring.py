@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.links import KINDS, Collectives, Kind, LinkFit, Links, ring_bytes, rounds
+from smp_core.cluster import KINDS, Collectives, Kind, LinkFit, Links, ring_bytes, rounds
 from smp_core.comm.exchange import GATHER, gather_rows, prefers_messages
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter

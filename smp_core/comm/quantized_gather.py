@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.codecs.codec import ALIGN, Codec
+from smp_core.codecs import ALIGN, Codec
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts.compat import all_gather_single
+from smp_core.torch_facts import all_gather_single
 
 logger = logging.getLogger("smp")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.codecs.codec import Codec
+from smp_core.codecs import Codec
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
 from smp_core.comm.exchange import REDUCE
 from smp_core.comm.flat import CommObject, average_divisor

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.checkpoint import load_checkpoint, read_rest
-from smp_core.checkpoint.opening import open_checkpoint
-from smp_core.checkpoint.reader import read_index
+from smp_core.checkpoint import load_checkpoint, open_checkpoint, read_index, read_rest
 from smp_core.comm.traffic import Traffic
 
 logger = logging.getLogger("smp")

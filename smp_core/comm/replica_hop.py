@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from smp_core.codecs.codec import Codec
+from smp_core.codecs import Codec
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
 from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_rows

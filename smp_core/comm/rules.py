@@ -3,10 +3,9 @@ gather, no link between nodes to spare) is set to the value that is in effect.""
 
 from __future__ import annotations
 
-from smp_core.cluster.layout import PARTITION, Layout
-from smp_core.codecs.codec import CodeName
-from smp_core.config import SmpConfig
-from smp_core.plan.draft import Draft
+from smp_core.cluster import PARTITION, Layout
+from smp_core.codecs import CodeName
+from smp_core.plan import Draft, keeps_parameters
 from smp_core.topology import Topology
 
 
@@ -66,14 +65,6 @@ def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool, ma
     if draft.knobs.keep_between_micro_batches != "shards":
         draft.settle("keep_between_micro_batches", "shards", why)
     return False
-
-
-def keeps_parameters(knobs: SmpConfig) -> bool:
-    """Return whether what a window's first micro-batch gathers stays until its last backward pass. Needs
-    ``reshard_after_forward`` as it takes effect: one that frees parameters was asked for together with "gradients", or
-    is how a model came; one that was asked for by ranks and turned out to keep an unsharded copy frees it too."""
-    kept = knobs.reshard_after_forward is False and knobs.asked("reshard_after_forward") in ("auto", False)
-    return kept and knobs.keep_between_micro_batches != "shards"
 
 
 def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:

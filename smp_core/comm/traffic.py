@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.layout import GRADIENTS, PARTITION
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import GRADIENTS, PARTITION, SmpMesh
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.exchange import prefers_messages
@@ -22,7 +21,7 @@ from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.comm.secondary import SecondaryGather
-from smp_core.engine.decide import Plan
+from smp_core.plan import Plan
 
 
 class Unit(Protocol):

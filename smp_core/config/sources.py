@@ -15,7 +15,7 @@ import yaml
 
 from smp_core.config.rules import unknown_knob
 from smp_core.config.values import Reader, nearest_name
-from smp_core.outside.foreign_files import read_yaml
+from smp_core.outside import read_yaml
 
 logger = logging.getLogger("smp")
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from smp_core.activations.selective import keep_outputs_of
+from smp_core.activations import keep_outputs_of
 from smp_core.context_parallel import kernels
 from smp_core.context_parallel.key_value_exchange import (
     ContextGroup,

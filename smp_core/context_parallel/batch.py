@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.documents import (

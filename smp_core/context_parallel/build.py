@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.meter import CommMeter
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.context_parallel.trial import Trial
-from smp_core.engine.decide import Plan
+from smp_core.plan import Plan
 
 
 def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> ContextParallel:

@@ -37,7 +37,7 @@ from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.trial_loss import watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
-from smp_core.torch_facts.module_names import clean_name, is_compiled
+from smp_core.torch_facts import clean_name, is_compiled
 
 # Later layers amplify rounding errors, and run 3 draws other ones than 1 and 2 have.
 _MARGIN = 10

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_core.comm.meter import CommMeter
+from smp_core.comm import CommMeter
 from smp_core.context_parallel.active import SplitBatch, enabled
 
 _DROPOUTS = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.key_value_exchange import ContextGroup

@@ -24,13 +24,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses:
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.comm.meter import CommMeter
+from smp_core.comm import CommMeter
 from smp_core.dry_run.without_values import alike
-from smp_core.planner import trace
-from smp_core.planner.model_source import Source, copied
-from smp_core.planner.model_trace import Instants, ModelTrace, SplitRun, SplitTrace, between
-from smp_core.tensor_parallel.apply import apply_tensor_parallel
-from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.planner import Instants, ModelTrace, Source, SplitRun, SplitTrace, between, copied, trace
+from smp_core.tensor_parallel import TensorAxis, apply_tensor_parallel
 from smp_core.topology import Topology
 
 _MOST_TENSOR_RANKS = 16

@@ -33,8 +33,7 @@ from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentatio
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel import attention
-from smp_core.context_parallel.active import SplitBatch, enabled
+from smp_core.context_parallel import SplitBatch, attention, enabled
 from smp_core.dry_run.allocations import Allocations
 from smp_core.dry_run.without_values import (
     LATEST,
@@ -45,17 +44,13 @@ from smp_core.dry_run.without_values import (
     told_by_stages,
     undivided,
 )
-from smp_core.engine.conversions import mesh_of, parallelize_model
+from smp_core.engine import ParallelModel, mesh_of, parallelize_model
 from smp_core.engine.decide import decide
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.pipeline.messages import Format
-from smp_core.pipeline.rules import Stages
-from smp_core.plan.chain.recording import with_chain
-from smp_core.plan.shapes import Shapes
-from smp_core.planner.dry_run import RUN_KINDS, DryRun, Question
-from smp_core.planner.model_source import Source, build
-from smp_core.planner.trace import scores_kept
-from smp_core.sharding.gradients.accumulation import AccumulationWindow
+from smp_core.pipeline import Format
+from smp_core.plan import Shapes, Stages
+from smp_core.plan.chain import with_chain
+from smp_core.planner import RUN_KINDS, DryRun, Question, Source, build, scores_kept
+from smp_core.sharding.gradients import AccumulationWindow
 
 # Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {

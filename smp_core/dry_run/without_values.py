@@ -14,21 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses: torch's documentation has it
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp_core.activations.host_pool import HostPool
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.background import Background, Pending
-from smp_core.comm.flat import CommObject
-from smp_core.context_parallel import kernels
-from smp_core.context_parallel.flash import FLASH
-from smp_core.context_parallel.trial import Trial
-from smp_core.pipeline import tied
-from smp_core.pipeline.batches import SameBatches
-from smp_core.pipeline.messages import Format, Messages
-from smp_core.pipeline.randomness import StepSeeds
-from smp_core.sharding.gradients.received_gradients import Told
-from smp_core.tensor_parallel import randomness
-from smp_core.tensor_parallel.operators import TensorAxis
-from smp_core.tensor_parallel.split_model import SplitModel
+from smp_core.activations import HostPool
+from smp_core.cluster import SmpMesh
+from smp_core.comm import Background, CommObject, Pending
+from smp_core.context_parallel import FLASH, Trial, kernels
+from smp_core.pipeline import Format, Messages, SameBatches, StepSeeds, tied
+from smp_core.sharding.gradients import Told
+from smp_core.tensor_parallel import SplitModel, TensorAxis, randomness
 
 LATEST = -1
 """Stands for the storage that is being allocated; no storage's address."""

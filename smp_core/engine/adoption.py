@@ -7,21 +7,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.meter import CommMeter
-from smp_core.comm.traffic import Traffic
-from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter, Traffic
+from smp_core.context_parallel import chunk_losses
 from smp_core.engine.conversions import change_this_process, follow_window, move_plain_tensors
-from smp_core.engine.decide import Plan
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.forward_methods import register_forward_methods
+from smp_core.plan import GivenSharding, Plan
+from smp_core.sharding import NativeWindow, ReplacedParameters, apply_fsdp_options, register_forward_methods
 from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled
-from smp_core.sharding.fsdp_options import apply_fsdp_options
-from smp_core.sharding.given import NativeWindow
-from smp_core.sharding.given_rules import GivenSharding
-from smp_core.sharding.gradients.accumulation import AccumulationWindow
-from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.gradients import AccumulationWindow
+from smp_core.sharding.weights import broadcast_from_rank_0
 
 
 def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding) -> ParallelModel:

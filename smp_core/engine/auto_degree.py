@@ -14,17 +14,25 @@ from dataclasses import replace
 
 import torch
 
-from smp_core.cluster.layout import Layout
+from smp_core.cluster import Layout
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import TRAINERS_OWN, Plan, decide
+from smp_core.engine.decide import decide
 from smp_core.engine.layout_rules import settle_layout
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.memory import device_memory, estimate, fitting
-from smp_core.plan.optimizers import OPTIMIZERS, planned_states
-from smp_core.plan.shapes import Shapes
-from smp_core.sharding.dtype_rules import Precision
-from smp_core.tensor_parallel.rules import require_tensor_degree
+from smp_core.plan import (
+    GIB,
+    OPTIMIZERS,
+    TRAINERS_OWN,
+    Cluster,
+    Draft,
+    Plan,
+    Precision,
+    Shapes,
+    device_memory,
+    estimate,
+    fitting,
+    planned_states,
+)
+from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology
 
 

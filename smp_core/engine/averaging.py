@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from smp_core.checkpoint.optimizers import copy_into
+from smp_core.checkpoint import copy_into
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer.shards import FlatShard, WorldSharding, like, local_of, master_dtype
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of, master_dtype
+from smp_core.torch_facts import clean_name
 
 
 class RankWeights(nn.Module):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from smp_core.engine.decide import Plan
-from smp_core.torch_facts.module_names import is_compiled
+from smp_core.plan import Plan
+from smp_core.torch_facts import is_compiled
 
 
 def compile_blocks(model: nn.Module, plan: Plan) -> None:

@@ -35,54 +35,39 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, save_activations
-from smp_core.cluster.agreement import of_all_ranks
-from smp_core.cluster.layout import Layout
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.flat import FlatMaxReduce
-from smp_core.comm.meter import CommMeter
-from smp_core.comm.traffic import Traffic
-from smp_core.config import SmpConfig
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.config.recipes import DelayedInit
-from smp_core.context_parallel.active import try_call
-from smp_core.context_parallel.build import share_sequences
-from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
+from smp_core.cluster import Layout, SmpMesh, of_all_ranks
+from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
+from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
+from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.compiled import compile_blocks
-from smp_core.engine.decide import Plan
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.fp8.backends import convert_with
-from smp_core.fp8.convert import Fp8Model, convert_to_fp8
-from smp_core.pipeline.rules import Stages
-from smp_core.pipeline.stage import leave_out_other_stages
-from smp_core.pipeline.stand_ins import Played, played_of
-from smp_core.pipeline.step import Pipeline
-from smp_core.pipeline.tied import TiedGradients
-from smp_core.plan.units import units_with
-from smp_core.sharding.forward_methods import register_forward_methods
+from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
+from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.plan import Plan, Stages, units_with
+from smp_core.sharding import (
+    ReplacedParameters,
+    apply_fsdp_options,
+    compute_with_unsharded_tensors,
+    reduce_scalars,
+    refuse_to_pickle_shards,
+    register_forward_methods,
+)
 from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
-from smp_core.sharding.fsdp_options import apply_fsdp_options
-from smp_core.sharding.gradients.accumulation import AccumulationWindow
-from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors
-from smp_core.sharding.optimizer.shards import WorldSharding
-from smp_core.sharding.optimizer.zero_grad import drop_with_zero_grad
-from smp_core.sharding.pickling import refuse_to_pickle_shards
-from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.sharding.scalars import reduce_scalars
-from smp_core.sharding.weights.cast_parameters import CastParameters
-from smp_core.sharding.weights.delayed_init import materialize
-from smp_core.sharding.weights.load_state_dict import load_own_parts
-from smp_core.sharding.weights.random_values import draw_whole_tensors
-from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0, send_to_stages
-from smp_core.tensor_parallel.apply import apply_tensor_parallel
-from smp_core.tensor_parallel.inspection import Inspected, inspect
-from smp_core.tensor_parallel.operators import TensorAxis
-from smp_core.tensor_parallel.split_model import SplitModel
-from smp_core.tensor_parallel.whole_gradients import WholeGradients
+from smp_core.sharding.gradients import AccumulationWindow, Window
+from smp_core.sharding.optimizer import WorldSharding, drop_with_zero_grad
+from smp_core.sharding.weights import (
+    CastParameters,
+    broadcast_from_rank_0,
+    draw_whole_tensors,
+    load_own_parts,
+    materialize,
+    send_to_stages,
+)
+from smp_core.tensor_parallel import Inspected, SplitModel, TensorAxis, WholeGradients, apply_tensor_parallel, inspect
 from smp_core.topology import Topology
-from smp_core.torch_facts.absent import is_absent
-from smp_core.watch.explanations import explain_uncaught_errors
+from smp_core.torch_facts import is_absent
+from smp_core.watch import explain_uncaught_errors
 
 logger = logging.getLogger("smp")
 

@@ -1,195 +1,33 @@
 """decide(): everything about one model on one cluster, settled once.
 
 A :class:`Plan` comes of what a model is (:class:`~smp_core.plan.shapes.Shapes`), what was asked, and what the
-cluster is (:class:`~smp_core.plan.cluster.Cluster`), by rules that stand in the files beside this one. No process
-group, no module, no collective: the same three give the same plan on every rank, on a laptop, and in a planner's loop.
+cluster is (:class:`~smp_core.plan.cluster.Cluster`), by the rules of each subject. No process group, no module, no
+collective: the same three give the same plan on every rank, on a laptop, and in a planner's loop.
 :mod:`smp_core.engine.conversions` does what it says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-import xxhash
-
-from smp_core.activations.rules import ActivationPlan, settle_activations
-from smp_core.cluster.layout import PARTITION, Layout
-from smp_core.codecs.codec import CodeName
-from smp_core.comm.link_rules import settle_prefetch, settle_stages
-from smp_core.comm.rules import (
-    keeps_parameters,
+from smp_core.activations import settle_activations
+from smp_core.cluster import Layout
+from smp_core.comm import (
     settle_compression,
     settle_gathering,
     settle_head_groups,
     settle_optimizer_shard,
+    settle_prefetch,
+    settle_stages,
 )
 from smp_core.config import SmpConfig
-from smp_core.engine.layout_rules import settle_layout, two_stages
-from smp_core.pipeline.rules import Stages, settle_pipeline_stages
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.optimizers import OptimizerStates
-from smp_core.plan.shapes import Shapes
-from smp_core.plan.units import PlannedUnit
-from smp_core.sharding.dtype_rules import (
-    HALF,
-    Dtypes,
-    Precision,
-    dtype_of,
-    settle_masters,
-    settle_precision,
-    settle_reduce_dtype,
-    settle_stored_dtype,
-)
-from smp_core.sharding.given_rules import GivenSharding, settle_given
-from smp_core.tensor_parallel.rules import require_known_combination
-
-TRAINERS_OWN = Precision()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is done to one model, decided. Made by :func:`decide`.
-
-    Attributes:
-        knobs: all in effect, with what was asked and why each became what it is.
-        shapes, cluster, precision: what it was decided by.
-        layout: the axes of the run.
-        gathers: units are sharded by FSDP2; False: every parameter is replicated.
-        dtypes: of parameters and sums.
-        replica_payload: how sums across replicas travel between nodes; None: as they are.
-        activations: what is recomputed and offloaded.
-        warnings: about knobs that were asked for and have no effect.
-        given: how the model came, if it came sharded.
-        stages: the pipeline stages, and what each has of the model; None without.
-        optimizer: assumed when ``shard_degree="auto"`` was chosen; None otherwise.
-    """
-
-    knobs: SmpConfig
-    shapes: Shapes
-    cluster: Cluster
-    precision: Precision
-    layout: Layout
-    gathers: bool
-    dtypes: Dtypes
-    replica_payload: CodeName | None
-    activations: ActivationPlan
-    warnings: tuple[str, ...] = ()
-    given: GivenSharding | None = None
-    optimizer: OptimizerStates | None = None
-    stages: Stages | None = None
-
-    @property
-    def units(self) -> tuple[PlannedUnit, ...]:
-        """The modules that are sharded and gathered as units, by their names."""
-        return self.shapes.units.units
-
-    @property
-    def split_shapes(self) -> Shapes:
-        """The model as one tensor rank holds it, before it is sharded."""
-        return self.shapes.over(self.layout.tensor)
-
-    @property
-    def sharded_units(self) -> tuple[PlannedUnit, ...]:
-        """The units that FSDP2 shards: none where nothing is gathered."""
-        return self.units if self.gathers else ()
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """Names of parameters that no unit can hold."""
-        return self.shapes.units.replicated
-
-    @property
-    def word(self) -> str:
-        """A text that is equal on two ranks if they decide the same about the same model."""
-        came = None if self.given is None else (self.given.degree, self.given.two_dimensional)
-        digest = xxhash.xxh3_64_hexdigest(repr((self.shapes, self.precision, came)).encode())
-        where = ", some on the meta device" if self.shapes.on_meta else ""
-        return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"
-
-    @property
-    def parameters_in_words(self) -> list[str]:
-        """Name, shape and dtype of each parameter, in the model's order."""
-        frozen = {True: "", False: ", frozen"}
-        return [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
-
-    @property
-    def shard_degree(self) -> int:
-        """Ranks of a partition group, context ranks included."""
-        return self.layout.size(*PARTITION)
-
-    @property
-    def hierarchical(self) -> bool:
-        """Return whether collectives over the partition group run in two stages."""
-        groups = self.cluster.topology.of_groups(self.layout.tensor)
-        return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Return whether parameters stay unsharded from one micro-batch of a window to the next."""
-        return keeps_parameters(self.knobs)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Return whether each rank adds up unsharded gradients over a window's micro-batches, reduced once."""
-        return self.knobs.keep_between_micro_batches == "gradients"
-
-    def computed_in(self, unit: PlannedUnit) -> torch.dtype | None:
-        """Return what a unit's parameters are cast to when they are gathered; None: each stays in its own dtype."""
-        if not self.dtypes.masters or self.dtypes.gathered is not None:
-            return self.dtypes.gathered
-        of_unit = [self.shapes.of_name(name) for name in unit.parameters]
-        return next((each.dtype for each in of_unit if each.trainable and each.dtype in HALF), None)
-
-    @property
-    def replicated_casts(self) -> dict[str, torch.dtype]:
-        """The dtypes that replicated parameters are cast to where they are used, by name. Under autocast layers cast
-        their own, so that only one that others of the same layer are gathered beside has to be of their dtype."""
-        beside = {name.rpartition(".")[0] for unit in self.units for name in unit.parameters}
-        found = {}
-        for parameter in map(self.shapes.of_name, self.replicated):
-            casts = self.precision.cast_forward_inputs or parameter.name.rpartition(".")[0] in beside
-            dtype = self.dtypes.of_gathered(parameter) if casts else parameter.dtype
-            if dtype != self.dtypes.of_stepped(parameter):
-                found[parameter.name] = dtype
-        return found if self.gathers else {}
-
-    @property
-    def replicated_parameters(self) -> list[tuple[str, ...]]:
-        """Names of the replicated parameters, in the groups that are added up together."""
-        of_units = [] if self.gathers else [unit.parameters for unit in self.units]
-        return [self.replicated, *of_units]
-
-    def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one pipeline stage: its parameters' units, and roots."""
-        if self.stages is None:
-            return self
-        units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
-        return replace(self, shapes=replace(self.shapes, units=units))
-
-    def describe(self) -> list[str]:
-        """Return lines for people: the nodes, the layout, the units, what is replicated."""
-        layout = self.layout
-        total = self.shapes.elements
-        replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
-        lines = [
-            self.cluster.topology.describe(),
-            ("in each stage " if layout.pipeline > 1 else "")
-            + f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
-            f"each over {self.shard_degree * layout.tensor} ranks"
-            + (", collectives in two stages" if self.hierarchical else ""),
-        ]
-        if self.stages is not None:
-            lines.append(self.stages.describe())
-        if layout.context > 1:
-            lines.append(f"sequences over {layout.context} ranks")
-        lines.append(f"{total:,} parameters, units: {len(self.units)} ({self.shapes.units.why})")
-        if self.replicated:
-            lines.append(f"whole on every rank: {', '.join(self.replicated)}")
-        return lines
+from smp_core.engine.layout_rules import settle_layout
+from smp_core.pipeline import settle_pipeline_stages
+from smp_core.plan import TRAINERS_OWN, Cluster, Draft, Dtypes, GivenSharding, Plan, Precision, Shapes, dtype_of
+from smp_core.sharding import settle_given, settle_masters, settle_precision, settle_reduce_dtype, settle_stored_dtype
+from smp_core.tensor_parallel import require_known_combination
 
 
 def decide(

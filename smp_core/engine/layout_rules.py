@@ -3,9 +3,9 @@ a copy of gathered parameters between forward and backward."""
 
 from __future__ import annotations
 
-from smp_core.cluster.layout import Layout
-from smp_core.plan.draft import Draft
-from smp_core.tensor_parallel.rules import require_tensor_degree
+from smp_core.cluster import Layout
+from smp_core.plan import Draft, replicas_share_nodes, two_stages
+from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology
 
 
@@ -34,16 +34,6 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
     return layout
-
-
-def two_stages(degree: int, topology: Topology) -> bool:
-    """Tell whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
-    return degree > topology.ranks_per_node > 1
-
-
-def replicas_share_nodes(degree: int, topology: Topology) -> bool:
-    """Tell whether replication groups span nodes with several of their ranks on each."""
-    return degree < topology.ranks_per_node and topology.num_nodes > 1
 
 
 def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:

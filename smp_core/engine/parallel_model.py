@@ -12,32 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
-from smp_core.checkpoint.optimizers import named_optimizer_state
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.meter import CommMeter
-from smp_core.comm.traffic import Traffic
-from smp_core.config import SmpConfig
-from smp_core.config.table import lines_about_asked, table_as_text
-from smp_core.context_parallel.batch import ContextParallel
-from smp_core.engine.decide import Plan
-from smp_core.fp8.convert import Fp8Model
-from smp_core.pipeline.states import states_of_all_stages
-from smp_core.pipeline.step import Pipeline
-from smp_core.plan.memory import describe_stages
+from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
+from smp_core.checkpoint import named_optimizer_state
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter, Traffic
+from smp_core.config import SmpConfig, lines_about_asked, table_as_text
+from smp_core.context_parallel import ContextParallel
+from smp_core.fp8 import Fp8Model
+from smp_core.pipeline import Pipeline, states_of_all_stages
+from smp_core.plan import Plan, describe_stages
+from smp_core.sharding import ReplacedParameters
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
-from smp_core.sharding.gradients.divergence import require_same_collectives
-from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.grad_norm import clip_grad_norm_, grad_norm
-from smp_core.sharding.optimizer.prepared import prepare_optimizer
-from smp_core.sharding.optimizer.shards import like, local_of, master_dtype
-from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.gradients import Window, require_same_collectives
+from smp_core.sharding.optimizer import clip_grad_norm_, like, local_of, master_dtype, prepare_optimizer
+from smp_core.sharding.optimizer.grad_norm import grad_norm
+from smp_core.sharding.weights import broadcast_from_rank_0
 from smp_core.sharding.weights.unsharded import unsharded
-from smp_core.tensor_parallel.split_model import SplitModel
-from smp_core.torch_facts.absent import is_absent
-from smp_core.torch_facts.module_names import clean_name
-from smp_core.torch_facts.stepped import load_host_master, model_parameter, with_host_master
+from smp_core.tensor_parallel import SplitModel
+from smp_core.torch_facts import clean_name, is_absent, load_host_master, model_parameter, with_host_master
 
 logger = logging.getLogger("smp")
 

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config import Fp8Recipe
 
 if TYPE_CHECKING:
+    from smp_core.fp8.backends import convert_with
+    from smp_core.fp8.casting import device_multiplies_fp8, has_triton
     from smp_core.fp8.convert import Fp8Model, convert_to_fp8
-    from smp_core.fp8.linear import Float8Linear
+    from smp_core.fp8.gathered import WeightGather
+    from smp_core.fp8.linear import SITES, Float8Linear
+    from smp_core.fp8.monitoring import Fp8Probe, Fp8Watch
     from smp_core.fp8.scaling import Fp8State
 
-_LAZY = {"Fp8Model": "convert", "convert_to_fp8": "convert", "Float8Linear": "linear", "Fp8State": "scaling"}
+_PLACES = {
+    "convert_to_fp8": "convert",
+    "convert_with": "backends",
+    "device_multiplies_fp8": "casting",
+    "Float8Linear": "linear",
+    "Fp8Model": "convert",
+    "Fp8Probe": "monitoring",
+    "Fp8State": "scaling",
+    "Fp8Watch": "monitoring",
+    "has_triton": "casting",
+    "SITES": "linear",
+    "WeightGather": "gathered",
+}
 
-__all__ = ["Float8Linear", "Fp8Model", "Fp8Recipe", "Fp8State", "convert_to_fp8"]
+__all__ = [
+    "convert_to_fp8",
+    "convert_with",
+    "device_multiplies_fp8",
+    "Float8Linear",
+    "Fp8Model",
+    "Fp8Probe",
+    "Fp8Recipe",
+    "Fp8State",
+    "Fp8Watch",
+    "has_triton",
+    "SITES",
+    "WeightGather",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    """Import a name when it is asked for: not all of this folder is needed everywhere."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config import Fp8Recipe
 from smp_core.fp8.casting import device_multiplies_fp8
 from smp_core.fp8.convert import choose
 

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 
 from smp_core.fp8.monitoring import Fp8Log, draw
-from smp_core.outside.command_line import console
-from smp_core.outside.floors import how_to_install
+from smp_core.outside import console, how_to_install
 
 
 def fp8_report(

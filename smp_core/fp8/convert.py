@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config import Fp8Recipe
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.scaling import Fp8State
-from smp_core.torch_facts.absent import is_absent
-from smp_core.torch_facts.stepped import after_each_step
+from smp_core.torch_facts import after_each_step, is_absent
 
 logger = logging.getLogger("smp")
 

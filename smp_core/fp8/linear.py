@@ -22,7 +22,7 @@ from smp_core.fp8.casting import Quantized, quantize, transposed
 from smp_core.fp8.gathered import GatheredWeight
 from smp_core.fp8.products import forward_product, input_gradient, needs_columns, weight_gradient
 from smp_core.fp8.scaling import GRADIENT, INPUT, WEIGHT, Fp8State
-from smp_core.torch_facts.compat import depends_on
+from smp_core.torch_facts import depends_on
 
 SITES = "fp8_sites"
 """Attribute of a converted module: its sites by parameter name."""

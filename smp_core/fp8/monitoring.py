@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
-from smp_core.outside.foreign_files import number, numbers, printable, records_of_log, write_new
+from smp_core.outside import number, numbers, printable, records_of_log, write_new
 from smp_core.run_log import write as run_log
 
 

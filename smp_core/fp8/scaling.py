@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.config import Fp8Recipe
+from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
 

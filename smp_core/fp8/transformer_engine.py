@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.config.fp8_recipe import Fp8Recipe
+from smp_core.config import Fp8Recipe
 
 logger = logging.getLogger("smp")
 

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.meter import LINK_CLASSES, LinkClass
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.comm import LINK_CLASSES, LinkClass
+from smp_core.engine import ParallelModel
 from smp_core.observe.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
 from smp_core.observe.router_loads import RouterLoads
 from smp_core.observe.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
-from smp_core.pipeline.step import Pipeline
-from smp_core.pipeline.times import Computation, Direction, draw_timeline, idle_shares, unmeasured
+from smp_core.pipeline import Computation, Direction, Pipeline, draw_timeline, idle_shares, unmeasured
 
 logger = logging.getLogger("smp")
 

@@ -12,9 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from smp_core.outside.command_line import console
-from smp_core.outside.floors import how_to_install
-from smp_core.outside.foreign_files import number, numbers, records_of_log, write_new
+from smp_core.outside import console, how_to_install, number, numbers, records_of_log, write_new
 from smp_core.run_log import write as run_log
 
 MIB = 2**20

@@ -33,10 +33,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations.selective import kept_outputs_shown_to
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.activations import kept_outputs_shown_to
+from smp_core.engine import ParallelModel
 from smp_core.observe.memory_log import KINDS, MIB, StepMemory, draw
-from smp_core.torch_facts.stepped import StepsOnHost
+from smp_core.torch_facts import StepsOnHost
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from smp_core.engine.parallel_model import ParallelModel
+from smp_core.engine import ParallelModel
 from smp_core.observe.memory_log import KINDS, StepMemory, append_to_log, draw
 from smp_core.observe.memory_report import MemoryReport
 from smp_core.observe.monitoring import peak_memory_gib
-from smp_core.plan.cluster import GIB
-from smp_core.run_log.write import note
+from smp_core.plan import GIB
+from smp_core.run_log import note
 
 
 class MemoryWatch:

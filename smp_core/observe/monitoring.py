@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.plan.cluster import GIB
-from smp_core.planner.devices import peak_flops
+from smp_core.checkpoint import map_tensors
+from smp_core.plan import GIB
+from smp_core.planner import peak_flops
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from smp_core.cluster.links import KINDS, Collectives, Links
-from smp_core.config.table import DEFAULT, shown
-from smp_core.engine.decide import Plan
-from smp_core.engine.parallel_model import ParallelModel
-from smp_core.plan.memory import describe_stages, estimate
-from smp_core.plan.optimizers import planned_states
+from smp_core.cluster import KINDS, Collectives, Links
+from smp_core.config import DEFAULT, shown
+from smp_core.engine import ParallelModel
+from smp_core.plan import Plan, describe_stages, estimate, planned_states
 from smp_core.plan.savings import savings
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.run_log import write as run_log

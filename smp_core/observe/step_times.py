@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from smp_core.watch.whereabouts import here
+from smp_core.watch import here
 
 Part = Literal["data", "forward", "backward", "optimizer"]
 PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer")

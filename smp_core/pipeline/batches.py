@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.torch_facts.compat import all_gather_single
-from smp_core.watch.whereabouts import here, innermost_user_line
+from smp_core.checkpoint import Path, iterate_tensors, map_tensors
+from smp_core.cluster import SmpMesh
+from smp_core.torch_facts import all_gather_single
+from smp_core.watch import here, innermost_user_line
 
 BatchKind = tuple[tuple[Path, tuple[int, ...], str], ...]
 """The path, shape and dtype of each tensor of a batch."""

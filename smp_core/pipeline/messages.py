@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.meter import CommMeter
-from smp_core.watch.whereabouts import here, innermost_user_line
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
+from smp_core.watch import here, innermost_user_line
 
 _FAILED = -1  # in the place of the number of dims
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)

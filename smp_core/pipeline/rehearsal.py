@@ -22,15 +22,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.pipeline.messages import Format
-from smp_core.pipeline.rules import Stages
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
-from smp_core.plan.chain.played import is_played, with_fake_values
-from smp_core.plan.chain.recording import refusal_of, running_the_example
-from smp_core.plan.chain.saved_buffers import buffers_restored
-from smp_core.plan.examples import Example, example_of
-from smp_core.torch_facts.compat import caches_in
-from smp_core.watch.whereabouts import innermost_user_line
+from smp_core.plan import Example, Stages, example_of
+from smp_core.plan.chain import buffers_restored, is_played, refusal_of, running_the_example, with_fake_values
+from smp_core.torch_facts import caches_in
+from smp_core.watch import innermost_user_line
 
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
 

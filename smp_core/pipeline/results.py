@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint.tree import map_tensors
+from smp_core.checkpoint import map_tensors
 
 
 def loss_of(result: Any, step: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from smp_core.pipeline.messages import Messages, Pending
 from smp_core.pipeline.times import StageTimes
-from smp_core.plan.schedules import Step
+from smp_core.plan import Step
 
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(chunk, micro-batch, activation of the chunk before) -> this chunk's; of the last chunk the loss."""

@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.pipeline.rules import Stages
+from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.cluster import SmpMesh
 from smp_core.pipeline.stand_ins import Played
-from smp_core.plan.chain.chain import StandIn, argument, given_by, of_kind, with_argument
-from smp_core.torch_facts.compat import caches_in
+from smp_core.plan import Stages
+from smp_core.plan.chain import StandIn, argument, given_by, of_kind, with_argument
+from smp_core.torch_facts import caches_in
 
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.plan.chain.chain import Chain
+from smp_core.checkpoint import map_tensors
+from smp_core.plan.chain import Chain
 
 Played = Callable[..., Any]
 """Arguments of a module -> what it gives, with tensors on the meta device."""

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.optimizers import like_parameter
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.pipeline.rules import Stages
+from smp_core.checkpoint import like_parameter, map_tensors
+from smp_core.plan import Stages
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.meter import CommMeter
-from smp_core.config.recipes import Pipeline as Recipe
+from smp_core.checkpoint import map_tensors
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
+from smp_core.config import Pipeline as Recipe
 from smp_core.pipeline.batches import BatchKind, SameBatches
 from smp_core.pipeline.messages import Messages, in_words
 from smp_core.pipeline.randomness import StepSeeds
-from smp_core.pipeline.rules import Stages
 from smp_core.pipeline.schedule import run
 from smp_core.pipeline.stage import Stage, StageDone, TriesCall
 from smp_core.pipeline.stand_ins import Played
 from smp_core.pipeline.times import StageTimes
-from smp_core.plan.schedules import Step, computations, forward_only, with_messages
-from smp_core.torch_facts.absent import is_absent
-from smp_core.torch_facts.compat import caches_in
-from smp_core.torch_facts.stepped import model_parameter
-from smp_core.watch.whereabouts import here
+from smp_core.plan import Stages, Step, computations, forward_only, with_messages
+from smp_core.torch_facts import caches_in, is_absent, model_parameter
+from smp_core.watch import here
 
 Within = Callable[[int], AbstractContextManager[None]]
 """micro-batch -> what its forward and backward computations run in."""

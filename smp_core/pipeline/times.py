@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from smp_core.outside.floors import how_to_install
+from smp_core.outside import how_to_install
 
 Direction = Literal["forward", "backward"]
 

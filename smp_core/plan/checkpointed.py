@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from smp_core.torch_facts.module_names import uncompiled
+from smp_core.torch_facts import uncompiled
 
 Mode = Literal["full", "selective"]
 

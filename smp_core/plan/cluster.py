@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smp_core.cluster.agreement import of_all_ranks
-from smp_core.cluster.links import Links
+from smp_core.cluster import Links, of_all_ranks
 from smp_core.topology import Topology
-from smp_core.torch_facts.compat import FSDP_METHODS, fsdp_has
+from smp_core.torch_facts import FSDP_METHODS, fsdp_has
 
 GIB = 2**30
 

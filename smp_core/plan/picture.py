@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from smp_core.cluster.layout import PARTITION, Layout
-from smp_core.cluster.links import Collectives, Links
+from smp_core.cluster import PARTITION, Collectives, Layout, Links
 from smp_core.topology import Topology
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#b56576", "#8ab17d")

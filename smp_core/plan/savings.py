@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from smp_core.cluster.layout import PARTITION
-from smp_core.codecs.codec import CodeName
-from smp_core.comm.link_rules import compression
-from smp_core.engine.decide import Plan
+from smp_core.cluster import PARTITION
+from smp_core.codecs import CodeName
+from smp_core.plan.plan import Plan
+from smp_core.plan.routes import compression
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.torch_facts.compat import embeddings_of
+from smp_core.torch_facts import embeddings_of
 
 
 def towers(model: nn.Module) -> list[str]:

@@ -32,7 +32,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig
 from smp_core.plan.towers import towers
-from smp_core.torch_facts.module_names import compiled_of, uncompiled
+from smp_core.torch_facts import compiled_of, uncompiled
 
 logger = logging.getLogger("smp")
 

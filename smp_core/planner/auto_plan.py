@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.config import SmpConfig
-from smp_core.config.plan_recipes import AutoPlan
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.optimizers import OPTIMIZERS, planned_states
-from smp_core.plan.units import Entry
+from smp_core.config import AutoPlan, SmpConfig
+from smp_core.plan import GIB, OPTIMIZERS, Cluster, Entry, Precision, dtype_of, planned_states
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.devices import DEVICES, ETHERNET_GBIT, MACHINES, Device
 from smp_core.planner.hardware import EXAMPLES, Hardware
@@ -29,7 +26,6 @@ from smp_core.planner.search import Found, search
 from smp_core.planner.search_space import COUNT, MICRO_BATCH
 from smp_core.planner.trace import trace_built
 from smp_core.planner.workload import Workload
-from smp_core.sharding.dtype_rules import Precision, dtype_of
 
 OPEN = (
     "shard_degree",

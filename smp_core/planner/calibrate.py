@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smp_core.config import SmpConfig
-from smp_core.config.recipe import nested
-from smp_core.engine.decide import Plan, decide
-from smp_core.outside.foreign_files import number, numbers
-from smp_core.plan.cluster import GIB
+from smp_core.config import SmpConfig, nested
+from smp_core.engine.decide import decide
+from smp_core.outside import number, numbers
+from smp_core.plan import GIB, Plan
 from smp_core.planner.fitted import Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
@@ -31,7 +30,7 @@ from smp_core.planner.stage_part import states_of
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory, recomputation
 from smp_core.planner.workload import Workload
-from smp_core.run_log.read import Run, objects
+from smp_core.run_log import Run, objects
 
 # Settings of the run that planned time and memory depend on; degrees come from its layout.
 _SETTINGS = (

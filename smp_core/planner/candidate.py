@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from smp_core.config import SmpConfig
-from smp_core.config.table import as_asked
-from smp_core.engine.decide import Plan
+from smp_core.config import SmpConfig, as_asked
+from smp_core.plan import Plan
 from smp_core.planner.step_memory import PeakMemory
 from smp_core.planner.time import StepTime
 

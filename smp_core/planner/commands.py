@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from smp_core.outside.command_line import console
+from smp_core.outside import console
 from smp_core.planner.calibrate import calibrate
 from smp_core.planner.dry_run import compared, dry_run_of
 from smp_core.planner.explain import as_json, as_yaml, front_table, table

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from smp_core.engine.decide import Plan
+from smp_core.plan import Plan, head_groups
 from smp_core.planner.model_trace import Figures
 
 
@@ -21,12 +21,6 @@ def exchanges(plan: Plan) -> tuple[float, float]:
     """Return how often a block gathers its keys and values in a step of one micro-batch (in forward, where that is made
     again, and in backward), and how much it adds up: gradients are summed in float32 at least."""
     return 3.0 if plan.knobs.activations.checkpoint == "full" else 2.0, _widened(plan)
-
-
-def head_groups(heads: int, at_most: int) -> int:
-    """Return in how many equal groups keys' heads are exchanged: ``at_most``, or the largest divisor of ``heads`` below
-    it."""
-    return next(groups for groups in range(min(at_most, heads), 0, -1) if heads % groups == 0)
 
 
 def beside_attention(plan: Plan, block: Figures, heads: int) -> tuple[float, float]:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_core.plan.cluster import GIB
-from smp_core.plan.optimizers import OPTIMIZERS
+from smp_core.plan import GIB, OPTIMIZERS
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.sent_bytes import sent_bytes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from smp_core.plan.cluster import GIB
+from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.planner import Recommendation
 from smp_core.planner.step_memory import MEMORY_KINDS

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smp_core.cluster.links import Collectives, LinkFit, Links
-from smp_core.outside.foreign_files import read_yaml
-from smp_core.plan.cluster import GIB, Cluster
+from smp_core.cluster import Collectives, LinkFit, Links
+from smp_core.outside import read_yaml
+from smp_core.plan import GIB, Cluster
 from smp_core.planner.devices import ETHERNET_GBIT, Device, device_of, machine_of
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.topology import Topology

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.outside.floors import how_to_install
-from smp_core.outside.foreign_files import read_json
-from smp_core.plan.examples import example_of
-from smp_core.plan.units import Entry
+from smp_core.outside import how_to_install, read_json
+from smp_core.plan import Entry, example_of
 from smp_core.planner.known_models import KNOWN_MODELS
 from smp_core.planner.trace_meter import flat
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from smp_core.plan.shapes import Shapes
+from smp_core.plan import Shapes
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from smp_core.config import SmpConfig
-from smp_core.config.rules import contradictions
-from smp_core.engine.decide import Plan
+from smp_core.config import SmpConfig, contradictions
+from smp_core.plan import Plan
 
 # Settings that do not depend on how a model was sharded.
 _OF_EACH_RUN = SmpConfig.settings_of("checkpoint")

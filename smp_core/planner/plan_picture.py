@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from smp_core.outside.floors import how_to_install
-from smp_core.plan.cluster import GIB
+from smp_core.outside import how_to_install
+from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.explain import title
 from smp_core.planner.planner import Recommendation

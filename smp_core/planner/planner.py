@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from smp_core.config import SmpConfig
-from smp_core.plan.cluster import GIB
+from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace

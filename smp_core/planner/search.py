@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import TRAINERS_OWN, Plan, decide, decide_activations, decide_pipeline
-from smp_core.outside.foreign_files import parse_yaml
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.schedules import chunks_of
+from smp_core.engine import decide_activations, decide_pipeline
+from smp_core.engine.decide import decide
+from smp_core.outside import parse_yaml
+from smp_core.plan import TRAINERS_OWN, Cluster, Plan, Precision, chunks_of
 from smp_core.planner.candidate import Candidate, Choice
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
@@ -31,7 +31,6 @@ from smp_core.planner.stage_time import StagedModel, step_model
 from smp_core.planner.step_memory import PeakMemory, peak_memory
 from smp_core.planner.time import StepModel, block_seconds, model_flops
 from smp_core.planner.workload import Workload
-from smp_core.sharding.dtype_rules import Precision
 
 Objective = Literal["time", "memory", "cost"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost")

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smp_core.config.recipes import Activations, Pipeline
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.schedules import chunks_of
+from smp_core.config import Activations, Pipeline
+from smp_core.plan import Cluster, chunks_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.time import block_seconds

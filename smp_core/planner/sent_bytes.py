@@ -16,10 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from smp_core.engine.decide import Plan
-from smp_core.pipeline.rules import Stages
-from smp_core.plan.memory import unit_bytes
-from smp_core.plan.units import PlannedUnit
+from smp_core.plan import Plan, PlannedUnit, Stages, unit_bytes
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import recomputation

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_core.engine.decide import Plan
-from smp_core.plan.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
-from smp_core.plan.optimizers import OPTIMIZERS, OptimizerStates
-from smp_core.plan.schedules import blocks_kept
-from smp_core.plan.shapes import Shapes
+from smp_core.plan import (
+    OPTIMIZERS,
+    GradientBytes,
+    MemoryEstimate,
+    OptimizerStates,
+    Plan,
+    Shapes,
+    blocks_kept,
+    estimate,
+    gradient_bytes,
+)
 from smp_core.planner.model_trace import ModelTrace
 
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from smp_core.cluster.links import Links
-from smp_core.engine.decide import Plan
-from smp_core.plan.schedules import chunks_of, computations
+from smp_core.cluster import Links
+from smp_core.plan import Plan, chunks_of, computations
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace

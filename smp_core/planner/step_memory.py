@@ -38,8 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from smp_core.engine.decide import Plan
-from smp_core.plan.cluster import GIB
+from smp_core.plan import GIB, Plan
 from smp_core.planner.context_bytes import beside_attention
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp_core.cluster.links import Collectives, Kind, Links
-from smp_core.comm.link_rules import compression
-from smp_core.engine.decide import Plan
+from smp_core.cluster import Collectives, Kind, Links
+from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED, Fitted

@@ -41,15 +41,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp_core.config import SmpConfig
-from smp_core.plan.chain.chain import Chain
-from smp_core.plan.chain.recording import record_chain
-from smp_core.plan.kept_operators import is_kept
-from smp_core.plan.shapes import Shapes
-from smp_core.plan.units import Entry
+from smp_core.plan import Entry, Shapes, is_kept
+from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
 from smp_core.planner.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, SplitTrace, in_dtype
 from smp_core.planner.trace_meter import TraceMeter, flat, local
-from smp_core.torch_facts.compat import embeddings_of
+from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from smp_core.plan.optimizers import OPTIMIZERS, OptimizerStates
+from smp_core.plan import OPTIMIZERS, OptimizerStates
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from smp_core.outside.floors import how_to_install
+from smp_core.outside import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

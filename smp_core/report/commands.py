@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from smp_core.outside.command_line import console
-from smp_core.outside.foreign_files import write_new
+from smp_core.outside import console, write_new
 from smp_core.report.page import page
-from smp_core.run_log.read import Run
+from smp_core.run_log import Run
 
 
 def report(

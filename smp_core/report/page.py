@@ -16,13 +16,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from smp_core.cluster.layout import Layout
-from smp_core.observe.step_times import PARTS
-from smp_core.outside.foreign_files import number, numbers
-from smp_core.plan.picture import svg_picture
+from smp_core.cluster import Layout
+from smp_core.observe import PARTS
+from smp_core.outside import number, numbers
+from smp_core.plan import svg_picture
 from smp_core.report.charts import Charts, Points
 from smp_core.report.verdict import verdict
-from smp_core.run_log.read import Run, objects, texts
+from smp_core.run_log import Run, objects, texts
 from smp_core.topology import Topology
 
 _MIB = 2**20

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from smp_core.cluster.links import rounds
-from smp_core.observe.step_times import PARTS
-from smp_core.outside.foreign_files import number, numbers
-from smp_core.run_log.read import Run, objects, texts
+from smp_core.cluster import rounds
+from smp_core.observe import PARTS
+from smp_core.outside import number, numbers
+from smp_core.run_log import Run, objects, texts
 
 
 def verdict(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smp_core.outside.foreign_files import lines_of_log, number, numbers
+from smp_core.outside import lines_of_log, number, numbers
 from smp_core.run_log.write import FILE
 
 KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "stall", "end")

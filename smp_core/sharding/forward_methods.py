@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.plan.units import units_with
+from smp_core.plan import units_with
 from smp_core.sharding.fsdp import Calls, ShardedUnit
 
 # What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted model is called, past the root, in

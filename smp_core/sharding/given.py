@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from smp_core.plan import GivenSharding
 from smp_core.sharding.fsdp import forget_partial_sums, given_policy, partial_sum_bytes
-from smp_core.sharding.given_rules import GivenSharding
 from smp_core.sharding.optimizer.shards import WorldSharding
 
 

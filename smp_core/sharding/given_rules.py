@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from smp_core.config import SmpConfig
-from smp_core.plan.draft import Draft
-from smp_core.plan.shapes import Shapes
-from smp_core.sharding.dtype_rules import name_of
+from smp_core.plan import Draft, GivenSharding, Shapes, name_of
 
 _WHY = "as the model came"
 _PINNED: dict[str, Any] = {
@@ -37,26 +32,6 @@ _TORCHS: dict[str, Any] = {
     "collectives.separate_reduce_scatter_group": False,
     "forward_methods": (),
 }
-
-
-@dataclass(frozen=True)
-class GivenSharding:
-    """The sharding that a model came with.
-
-    Attributes:
-        ranks: of this rank's partition group.
-        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
-        param_dtype, reduce_dtype: what it computes and reduces in; None: the parameters' own.
-    """
-
-    ranks: tuple[int, ...]
-    two_dimensional: bool
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    @property
-    def degree(self) -> int:
-        return len(self.ranks)
 
 
 def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:

@@ -31,16 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp_core.checkpoint.optimizers import shard_like
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.checkpoint import map_tensors, shard_like
+from smp_core.cluster import SmpMesh
 from smp_core.sharding.fsdp import backward_pass, in_a_call
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
 from smp_core.sharding.optimizer.shards import local_of
 from smp_core.sharding.weights.random_values import mesh_on
-from smp_core.torch_facts.absent import ABSENT, is_absent
-from smp_core.watch.rank_watch import meet_between_calls
-from smp_core.watch.whereabouts import here
+from smp_core.torch_facts import ABSENT, is_absent
+from smp_core.watch import here, meet_between_calls
 
 logger = logging.getLogger("smp")
 

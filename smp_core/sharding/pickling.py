@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from smp_core.torch_facts.absent import is_absent
+from smp_core.torch_facts import is_absent
 
 
 def refuse_to_pickle_shards() -> None:

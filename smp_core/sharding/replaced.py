@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from smp_core.checkpoint.optimizers import shard_like
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors, path_text
-from smp_core.cluster.agreement import of_all_ranks
+from smp_core.checkpoint import iterate_tensors, map_tensors, path_text, shard_like
+from smp_core.cluster import of_all_ranks
 from smp_core.sharding.gradients.parameter_hooks import move_hooks, reached_by_hooks, registered_hooks
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from smp_core.torch_facts.absent import ABSENT, is_absent
+from smp_core.torch_facts import ABSENT, is_absent
 
 
 @functools.cache

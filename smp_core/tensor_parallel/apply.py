@@ -63,7 +63,7 @@ from smp_core.tensor_parallel.roles import (
     transformers_model,
 )
 from smp_core.tensor_parallel.split_model import SplitModel
-from smp_core.torch_facts.compat import embeddings_of
+from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
 

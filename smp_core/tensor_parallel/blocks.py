@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.checkpoint import iterate_tensors
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import is_conv1d
-from smp_core.torch_facts.compat import symmetric_memory_operators
+from smp_core.torch_facts import symmetric_memory_operators
 
 PIECES = 4
 """Parts of a rank's tokens with "pieces": all messages but a quarter can be hidden."""

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.cluster.agreement import of_all_ranks
-from smp_core.plan.chain.recording import as_in_training
-from smp_core.plan.chain.saved_buffers import buffers_restored
-from smp_core.plan.examples import example_of
+from smp_core.cluster import of_all_ranks
+from smp_core.plan import example_of
+from smp_core.plan.chain import as_in_training, buffers_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
     NoPlan,
@@ -34,7 +33,7 @@ from smp_core.tensor_parallel.roles import (
 )
 from smp_core.tensor_parallel.token_trial import BATCH_NORMS
 from smp_core.tensor_parallel.trial import Block, Group, Trial, mixes_tokens
-from smp_core.torch_facts.compat import embeddings_of
+from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.tree import map_tensors
+from smp_core.checkpoint import map_tensors
 from smp_core.tensor_parallel.fused import factor_of, row_product
 from smp_core.tensor_parallel.operators import (
     RowsInUse,

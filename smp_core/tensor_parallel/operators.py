@@ -34,9 +34,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
-from smp_core.comm.meter import CommMeter
-from smp_core.config.recipes import Overlap
+from smp_core.comm import CommMeter, FlatAllGather, FlatAllReduce, FlatReduceScatter
+from smp_core.config import Overlap
 
 _KIND = "tensor_"
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.roles import Split, holds, transformers_model
-from smp_core.torch_facts.module_names import compiled_of
+from smp_core.torch_facts import compiled_of
 
 _COLLECTING = "transformers.utils.output_capturing"
 

@@ -27,7 +27,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.operators import RowsInUse
-from smp_core.torch_facts.compat import embeddings_of
+from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
 

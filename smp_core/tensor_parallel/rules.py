@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from smp_core.config import SmpConfig
-from smp_core.config.recipes import TensorParallel
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.draft import Draft
-from smp_core.plan.shapes import Shapes
+from smp_core.config import SmpConfig, TensorParallel
+from smp_core.plan import Cluster, Draft, Shapes
 from smp_core.topology import Topology
 
 

@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.fp8.linear import SITES
+from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.fp8 import SITES
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,
@@ -40,7 +40,7 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts.compat import caches_in
+from smp_core.torch_facts import caches_in
 
 # Of values and gradients, relative to the largest of a token or tensor; and of the largest gradient of all, which
 # covers what is zero but for roundings.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.checkpoint import iterate_tensors
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import with_hidden, with_others
 from smp_core.tensor_parallel.roles import is_conv1d

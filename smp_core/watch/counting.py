@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint.tree import map_tensors
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.checkpoint import map_tensors
+from smp_core.cluster import SmpMesh
 
 logger = logging.getLogger("smp")
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.torch_facts.compat import collective_timeout
+from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.torch_facts import collective_timeout
 from smp_core.watch.whereabouts import here
 
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

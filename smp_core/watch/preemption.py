@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts.compat import collective_timeout
+from smp_core.torch_facts import collective_timeout
 from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")

@@ -33,7 +33,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from smp_core.run_log import write as run_log
-from smp_core.torch_facts.compat import collective_timeout
+from smp_core.torch_facts import collective_timeout
 from smp_core.watch.meeting import Meetings
 from smp_core.watch.preemption import Preempted, ignoring_sigterm
 from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, open_boards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import tokenize
@@ -169,6 +170,55 @@ def test_no_imports_go_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def room(module: str) -> str:
+    """The room of a module: a package directly in smp_core, a module at its root, or a face."""
+    return ".".join(module.split(".")[:2]) if module.startswith("smp_core.") else module.split(".")[0]
+
+
+def test_rooms_are_few_and_none_imports_one_that_imports_it() -> None:
+    at_root = [path.name for path in (ROOT / "smp_core").glob("*.py")]
+    assert len(at_root) <= 3, at_root
+    assert len({room(module) for module in sources()} - {"smp_core"}) <= 28
+    arrows = {(room(module), room(target)) for module, target in edges() if target != "smp_core"}
+    assert [pair for pair in sorted(arrows) if pair[0] < pair[1] and pair[::-1] in arrows] == []
+
+
+def test_rooms_use_one_another_by_what_their_folders_offer() -> None:
+    """Names of other rooms come from a folder's __all__; from a file only what is named as the file is."""
+    modules, wrong = sources(), []
+    for module, path in modules.items():
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.ImportFrom) or node.module not in modules or node.module.count(".") == 0:
+                continue
+            if room(module) == room(node.module) or node.module in ("smp_core.entry", "smp_core.topology"):
+                continue
+            names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
+            if modules[node.module].name == "__init__.py":
+                missing = [name for name in names if name not in offered(node.module)]
+            else:
+                missing = [name for name in names if name != node.module.rpartition(".")[2]]
+            wrong += [f"{module}: {name} of {node.module}" for name in missing]
+    assert wrong == [], "offer it in the room's __init__.py, and import it from there"
+
+
+def offered(package: str) -> list[str]:
+    """The names in __all__ of a package."""
+    for node in parsed(sources()[package]).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def test_rooms_offer_what_is_there_and_used() -> None:
+    """Each name of __all__ is one of the package; each room tells what it is about."""
+    for module, path in sources().items():
+        if path.name == "__init__.py" and module.startswith("smp_core."):
+            assert ast.get_docstring(parsed(path)), f"{module} does not tell what it is about"
+            package = importlib.import_module(module)
+            assert [name for name in offered(module) if not hasattr(package, name)] == []
 
 
 def test_the_core_imports_no_framework() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.checkpoint import iterate_tensors
 from smp_core.plan.chain.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.plan.chain.played import is_played, with_fake_values
 from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffers
@@ -29,7 +29,7 @@ from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import WrapPlan
-from smp_core.torch_facts.module_names import is_compiled
+from smp_core.torch_facts import is_compiled
 
 
 def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:

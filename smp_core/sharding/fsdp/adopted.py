@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.traffic import Traffic
-from smp_core.plan.units import PlannedUnit, WrapPlan
+from smp_core.comm import Traffic
+from smp_core.plan import PlannedUnit, WrapPlan
 from smp_core.sharding.fsdp.generation import group_of, groups_of, state_of
 from smp_core.sharding.fsdp.param_group import GivenPolicy, one_shard_each
 from smp_core.sharding.fsdp.passes import Passes

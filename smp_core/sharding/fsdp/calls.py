@@ -37,8 +37,8 @@ from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts.module_names import clean_name
-from smp_core.watch.rank_watch import count_call, expect_calls, meet_between_runs
+from smp_core.torch_facts import clean_name
+from smp_core.watch import count_call, expect_calls, meet_between_runs
 
 logger = logging.getLogger("smp")
 

@@ -26,7 +26,7 @@ from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.torch_facts.compat import TESTED_TORCH
+from smp_core.torch_facts import TESTED_TORCH
 
 logger = logging.getLogger("smp")
 

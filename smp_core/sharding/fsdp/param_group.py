@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.deferred import Deferred
+from smp_core.comm import Deferred
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.fp8.gathered import WeightGather
+from smp_core.fp8 import WeightGather
 from smp_core.sharding.fsdp.param_group import ParamGroup
 
 

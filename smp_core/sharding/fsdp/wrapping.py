@@ -7,16 +7,16 @@ from collections.abc import Callable, Container
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.traffic import Traffic
-from smp_core.engine.decide import Plan
-from smp_core.fp8.gathered import WeightGather
+from smp_core.cluster import SmpMesh
+from smp_core.comm import Traffic
+from smp_core.fp8 import WeightGather
+from smp_core.plan import Plan
 from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts.absent import is_absent
+from smp_core.torch_facts import is_absent
 
 
 def shard_units(

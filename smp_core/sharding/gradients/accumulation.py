@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.comm.traffic import Traffic
-from smp_core.engine.decide import Plan
+from smp_core.comm import Traffic
+from smp_core.plan import Plan
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
     Calls,
@@ -58,9 +58,8 @@ from smp_core.sharding.gradients.received_gradients import Told, received_all
 from smp_core.sharding.gradients.replicated import ReplicatedGradients
 from smp_core.sharding.gradients.unit_window import UnitWindow
 from smp_core.sharding.optimizer.shards import WorldSharding
-from smp_core.torch_facts.stepped import model_parameter
-from smp_core.watch.rank_watch import meet
-from smp_core.watch.whereabouts import here
+from smp_core.torch_facts import model_parameter
+from smp_core.watch import here, meet
 
 logger = logging.getLogger("smp")
 

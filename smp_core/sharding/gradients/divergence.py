@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.issued import IssuedCollectives, first_to_differ
-from smp_core.watch.whereabouts import ranks_in_words
+from smp_core.cluster import SmpMesh
+from smp_core.comm import IssuedCollectives, first_to_differ
+from smp_core.watch import ranks_in_words
 
 _GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
 _UNTOLD = 0  # torch's fake groups carry nothing

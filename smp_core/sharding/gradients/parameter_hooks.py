@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from smp_core.checkpoint.optimizers import shard_like
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.checkpoint import shard_like
+from smp_core.cluster import SmpMesh
 
 _DEPTH = 6  # of containers in objects in closures
 _OURS = -1  # key of what autograd itself is to call; torch counts from 0

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.issued import IssuedCollectives
+from smp_core.cluster import SmpMesh
+from smp_core.comm import IssuedCollectives
 from smp_core.sharding.gradients.divergence import (
     HOOK,
     any_differs,

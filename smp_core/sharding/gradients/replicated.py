@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.background import Pending
-from smp_core.comm.traffic import Route
+from smp_core.cluster import SmpMesh
+from smp_core.comm import Pending, Route
 from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.sharding.optimizer.shards import FlatShard
 

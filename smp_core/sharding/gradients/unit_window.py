@@ -21,15 +21,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster.mesh import SmpMesh
-from smp_core.comm.background import Pending
-from smp_core.comm.traffic import Route
+from smp_core.cluster import SmpMesh
+from smp_core.comm import Pending, Route
 from smp_core.sharding.fsdp import ShardedUnit, Slot
 from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.sharding.mixed_operands import Placed, sharded_mean, take_part_of_gradient
 from smp_core.sharding.optimizer.shards import FlatShard
 from smp_core.torch_facts import streams
-from smp_core.watch.whereabouts import here
+from smp_core.watch import here
 
 # Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
 TOO_LATE = (

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.sharding.mixed_operands import take_part_of_gradient
-from smp_core.torch_facts.stepped import model_parameter
-from smp_core.watch.whereabouts import here
+from smp_core.torch_facts import model_parameter
+from smp_core.watch import here
 
 logger = logging.getLogger("smp")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from smp_core.sharding.optimizer.prepared import stepped_by
 from smp_core.sharding.optimizer.shards import mesh_of
-from smp_core.torch_facts.stepped import model_parameter
+from smp_core.torch_facts import model_parameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.sharding.optimizer.kinds import TORCHS_ELEMENTWISE
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
-from smp_core.torch_facts import streams
-from smp_core.torch_facts.stepped import StepsOnHost, note_host_master, take_loaded
+from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
 
 logger = logging.getLogger("smp")
 

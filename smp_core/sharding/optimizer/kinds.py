@@ -149,4 +149,4 @@ def _is_named(kind: type, names: tuple[str, ...]) -> bool:
 
 
 def _line(function: str, kind: type) -> str:
-    return f"from smp_core.sharding.optimizer.kinds import {function}; {function}({kind.__name__})"
+    return f"from smp_core.sharding.optimizer import {function}; {function}({kind.__name__})"

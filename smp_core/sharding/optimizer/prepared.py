@@ -26,9 +26,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import Plan
+from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
 from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
@@ -36,7 +36,7 @@ from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_element
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
 from smp_core.sharding.optimizer.trial import held, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.torch_facts.stepped import is_outermost, model_parameter
+from smp_core.torch_facts import is_outermost, model_parameter
 
 logger = logging.getLogger("smp")
 

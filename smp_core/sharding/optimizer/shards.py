@@ -30,11 +30,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
-from smp_core.comm.background import Pending
-from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.checkpoint import Path, iterate_tensors, map_tensors
+from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts.stepped import load_host_master, model_parameter, stands_for, with_host_master
+from smp_core.torch_facts import load_host_master, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""

@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster.agreement import of_all_ranks
+from smp_core.cluster import of_all_ranks
 from smp_core.sharding.optimizer.kinds import TORCHS_ELEMENTWISE
-from smp_core.torch_facts.absent import is_absent
+from smp_core.torch_facts import is_absent
 
 logger = logging.getLogger("smp")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.torch_facts.absent import is_absent
+from smp_core.torch_facts import is_absent
 
 
 class CastParameters:

@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from smp_core.sharding.weights.delayed_tensors import Slot, classes_before_sharding, holds_values, is_meta
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
 

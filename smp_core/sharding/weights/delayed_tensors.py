@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.optimizers import own_part
-from smp_core.torch_facts.absent import is_absent
+from smp_core.checkpoint import own_part
+from smp_core.torch_facts import is_absent
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.optimizers import shard_like
+from smp_core.checkpoint import shard_like
 from smp_core.sharding.optimizer.shards import WorldSharding
 
 World = Callable[[], WorldSharding | None]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from smp_core.checkpoint.optimizers import copy_into
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.checkpoint import copy_into
+from smp_core.torch_facts import clean_name
 
 
 def load_full_state(

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.optimizers import own_part
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.checkpoint import own_part
+from smp_core.cluster import SmpMesh
 from smp_core.sharding.optimizer.shards import local_of
-from smp_core.torch_facts.absent import ABSENT, is_absent
+from smp_core.torch_facts import ABSENT, is_absent
 
 _aten = torch.ops.aten
 _IN_PLACE = (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster import SmpMesh
 
 
 @torch.no_grad()

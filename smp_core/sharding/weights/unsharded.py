@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_core.torch_facts.module_names import clean_name
+from smp_core.torch_facts import clean_name
 
 _LIBRARIES = ("torch.distributed.", "smp_core.", "lightning_smp.", "accelerate_smp.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

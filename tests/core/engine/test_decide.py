@@ -19,12 +19,12 @@ from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
 from smp_core.engine.auto_degree import decide_with_smallest_degree
-from smp_core.engine.decide import Plan, decide
+from smp_core.engine.decide import decide
 from smp_core.plan.cluster import GIB, Cluster
+from smp_core.plan.dtypes import Precision
+from smp_core.plan.plan import GivenSharding, Plan
 from smp_core.plan.shapes import Shapes
 from smp_core.planner.next_run import knobs_of_next_run
-from smp_core.sharding.dtype_rules import Precision
-from smp_core.sharding.given_rules import GivenSharding
 from smp_core.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[3]

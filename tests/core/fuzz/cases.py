@@ -18,8 +18,8 @@ from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
-from smp_core.engine.layout_rules import two_stages
 from smp_core.plan.checkpointed import plan_checkpointing
+from smp_core.plan.routes import two_stages
 from smp_core.plan.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family

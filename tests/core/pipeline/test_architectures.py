@@ -15,13 +15,13 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.pipeline.rehearsal import rehearse
-from smp_core.pipeline.rules import Stages
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import played_of
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.chain.recording import with_chain
 from smp_core.plan.cluster import Cluster
 from smp_core.plan.shapes import Shapes
+from smp_core.plan.stages import Stages
 from smp_core.topology import Topology
 
 WORDS = 48

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import Plan, decide
+from smp_core.engine.decide import decide
+from smp_core.plan.plan import Plan
 from smp_core.plan.schedules import blocks_kept, chunks_of
 from smp_core.planner import Workload, plan, stage_time
 from smp_core.planner.commands import _fixed
