@@ -117,7 +117,9 @@ class DealtLoader:
         for batch in batches:
             group.append(batch)
             if len(group) == self._ranks:
-                yield group[self._index], 1.0
+                # The last batch of a stream may be a short one. (Tokens are counted where batches may be cut.)
+                weighs = not (self._once or self._cuts())
+                yield _whole(group, self._ranks, self._index) if weighs else (group[self._index], 1.0)
                 group.clear()
         if not group or self.loader.drop_last:
             return

@@ -173,13 +173,13 @@ class Evaluations:
         trainer, loop, name = self._trainer, self._loop, self._step_name
         module: Any = trainer.lightning_module
         shown = place if loop.num_dataloaders > 1 else None
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=place)
-        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=place)
-        kwargs = loop._build_kwargs(batch, number, shown)
         if number == 0 and place > 0 and not trainer.predicting:
             loop._store_dataloader_outputs()  # of the loader before: the loop sees no batch of this one
         with self._counting_nothing(module):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=place)
+            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=place)
+            kwargs = loop._build_kwargs(batch, number, shown)
             if trainer._results is not None:
                 trainer._logger_connector.on_batch_start(batch, shown)
             call._call_strategy_hook(trainer, name, *loop._build_step_args_from_hook_kwargs(kwargs, name))

@@ -43,11 +43,15 @@ class SharedSequences:
         if context is not None:
             self._shifts = shifts_labels(module)
 
-    def part_of(self, batch: Any) -> Any:
-        """Return this rank's part of the first context peer's batch. Collective over all ranks."""
+    def part_of(self, batch: Any, weight: float | None) -> Any:
+        """Return this rank's part of the first context peer's batch. Collective over all ranks.
+
+        Args:
+            weight: of an evaluation's batch, 0 where it is another rank's; None in training.
+        """
         if self._context is None or self._in_stages:
             return batch
-        self.split = self._context.split(batch, self._layout, shifts=self._shifts)
+        self.split = self._context.split(batch, self._layout, shifts=self._shifts, weight=weight)
         return self.split.batch
 
     def split_each(self, batches: Sequence[Any]) -> tuple[list[Any], list[SplitBatch | None]]:

@@ -245,7 +245,10 @@ class SteppingStrategy(ProcessGroupStrategy):
         """Move a batch as Lightning does; where sequences are shared, return this rank's part of the first context
         peer's batch.
         """
-        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx))
+        weight = None
+        if self.evaluations is not None and not self._trainer.training:
+            weight = self.evaluations.weight
+        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx), weight)
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

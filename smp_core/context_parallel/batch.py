@@ -88,7 +88,13 @@ class ContextParallel:
         return self.group.degree
 
     def split(
-        self, batch: Any, layout: BatchLayout | None = None, *, shifts: bool = True, count: bool = True
+        self,
+        batch: Any,
+        layout: BatchLayout | None = None,
+        *,
+        shifts: bool = True,
+        count: bool = True,
+        weight: float | None = None,
     ) -> SplitBatch:
         """Return this rank's part of the first context peer's ``batch``.
 
@@ -98,6 +104,7 @@ class ContextParallel:
             batch: tensors on this rank's device: a mapping or a tuple. It is not changed.
             shifts: whether the model's loss shifts labels, where the layout does not say.
             count: whether to count targets over all ranks.
+            weight: of an evaluation's batch, 0 where it is another rank's, which counts nothing; None in training.
 
         Raises:
             ValueError: no sequence is found, dims differ, an attention mask with holes or of 4 dims, labels per row.
@@ -114,7 +121,7 @@ class ContextParallel:
                 "token is not said; give a mapping with input_ids and labels, or a tuple (input, target)"
             )
         if split.shift_labels is not None and count:
-            self._count_targets(split)
+            self._count_targets(split, weight)
         split.trial = self.trial
         return split
 
@@ -268,15 +275,20 @@ class ContextParallel:
     def _own_tokens(self, plan: SequencePlan, length: int, device: torch.device) -> _OwnTokens:
         return _OwnTokens(plan.positions(self.group.rank).to(device), plan.length - length)
 
-    def _count_targets(self, split: SplitBatch) -> None:
-        """Set ``tokens_per_rank`` and ``weight``. Collective over ``everyone``."""
+    def _count_targets(self, split: SplitBatch, weight: float | None) -> None:
+        """Set ``tokens_per_rank`` and ``weight``. Collective over ``everyone``.
+
+        Losses are means over ranks in training. Those of evaluations are weighted by the samples of each rank, so that
+        they are divided by its share of the samples.
+        """
         assert split.shift_labels is not None
         own = (split.shift_labels != IGNORED).sum().double()
-        total, ranks = own.clone(), self.degree
+        samples = 1 if weight is None else len(split.shift_labels)
+        counted = torch.stack([own, torch.full_like(own, samples)]) * (1.0 if weight is None else weight)
         if self._everyone is not None:
-            dist.all_reduce(total, group=self._everyone)
-            ranks = dist.get_world_size(self._everyone)
-        split.tokens_per_rank = total / ranks
+            dist.all_reduce(counted, group=self._everyone)
+        total, all_samples = counted
+        split.tokens_per_rank = total * samples / all_samples
         split.weight = torch.where(total > 0, own / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
 
 

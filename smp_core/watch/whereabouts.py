@@ -21,9 +21,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_core.watch.signs import Board, Sign
+if TYPE_CHECKING:  # torch comes with it, and `smp report` does without
+    from smp_core.watch.signs import Board, Sign
 
 # Parts of file names of code that is not the user's.
 _LIBRARIES = (
@@ -52,7 +53,7 @@ ALONE = (
 )
 HINT = "all of them have to call the same units; what some leave out belongs into units={'optional': [...]}"
 
-Signs = dict[int, Sign]
+Signs = dict[int, "Sign"]
 # Numbers of collectives that a rank which waits shows to the others, to find where they went apart.
 _SHOWN = 2048
 

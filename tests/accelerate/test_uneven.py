@@ -118,4 +118,4 @@ def test_batches_of_unknown_number_are_left_to_the_watch() -> None:
 def test_a_trainer_that_resumes_from_nothing_leaves_no_state(nothing: object) -> None:
     tier = mock.Mock()
     assert KeepsInMemory(mock.Mock(), tier).begin(nothing, lambda: None) == nothing
-    tier.leave.assert_called_once_with("")
+    tier.leave.assert_called_once_with()

@@ -196,7 +196,8 @@ def assert_like_one_process(cases: list[Case]) -> None:
             # Lightning adds up what is logged in float32; a sample that counted twice would be far more.
             assert_same(runs, expected := fit(case), 1e-5)
             for run in runs:
-                assert worst(run.weights, expected.weights)[0] <= 1e-12
+                # Transformers' loss is float32, and so is the weight of a short batch.
+                assert worst(run.weights, expected.weights)[0] <= 1e-7
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 

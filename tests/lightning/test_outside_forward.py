@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -67,19 +66,13 @@ class CallsSubmodule(LanguageModule):
             inside = parallel.call(self.model.blocks[0].up, hidden), parallel.call(self.model.blocks[0], hidden)
             assert [each.shape[1] for each in (parallel.call(self.model.head, hidden), *inside)] == [23, 13, 8]
         else:
-            self.model.head(hidden)
+            assert self.model.head(hidden).shape[1] == 23
 
 
-def calls_submodule(how: str) -> list[str]:
-    try:
+def calls_submodule() -> None:
+    for how in ("by itself", "as a call"):
         make_trainer({"shard_degree": 2}).fit(CallsSubmodule(batches=1, how=how))
-    except RuntimeError as error:
-        return list(getattr(error, "__notes__", []))
-    return ["nothing was raised"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-def test_a_submodule_called_in_a_hook_says_what_to_type_and_that_works() -> None:
-    for notes in run_ranks(calls_submodule, 2, "by itself"):
-        assert any("parallel.call(" in note for note in notes)
-    assert run_ranks(calls_submodule, 2, "as a call") == [["nothing was raised"]] * 2
+def test_a_submodule_may_be_called_in_a_hook() -> None:
+    run_ranks(calls_submodule, 2)
