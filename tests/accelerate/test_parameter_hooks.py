@@ -70,6 +70,7 @@ def together(folder: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
     return [*found, trained(folder, {"shard_degree": 2})]
 
 
+@pytest.mark.slow  # in the normal run: tests/core/sharding/test_parameter_hooks.py
 def test_hooks_of_before_prepare_see_and_change_one_processs_gradients(tmp_path: Path) -> None:
     loop = looped(None)
     expected = [loop, loop, trained(str(tmp_path / "alone"), None)]

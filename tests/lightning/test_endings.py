@@ -53,9 +53,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 IN_STAGES = [(2, 0), (2, 1), (4, 0), (4, 3)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rank"), [pytest.param(*each, marks=[] if each == (4, 0) else pytest.mark.slow) for each in IN_STAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "rank"), IN_STAGES)
 def test_a_killed_rank_ends_the_other_pipeline_stage(ranks: int, rank: int, tmp_path: Path) -> None:
     """By itself: torchrun has to kill nobody, which it does after 30 s."""
     stderr = end("torchrun", ranks, "kill", rank, tmp_path, stages=2).stderr

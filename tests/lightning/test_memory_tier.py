@@ -151,7 +151,8 @@ def lose_and_resume_each(folder: str, cases: list[int]) -> list[tuple[Run, Run, 
     ]
 
 
-@pytest.mark.parametrize("cases", [[0], pytest.param([1, 2], marks=pytest.mark.slow)])
+@pytest.mark.slow  # in the normal run: tests/core/checkpoint/test_memory_tier.py
+@pytest.mark.parametrize("cases", [[0], [1, 2]])
 def test_a_run_in_stages_goes_on_from_memory(cases: list[int], tmp_path: Path) -> None:
     """Each node of two ranks has stages that no other one has: of other sizes, split over tensor ranks or sharded, or
     with nothing to train. One node is lost."""

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -125,6 +126,7 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losse
 
 
 @needs_buffers_filled
+@pytest.mark.slow
 def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
     """Two stages, one, and two of another size, each from the first of an epoch's two steps. Averages of weights,
     optimizer states and schedules too; from a sharded folder, and from an ordinary file into a model that was built on

@@ -118,6 +118,7 @@ def fit_with_masters(
     return found
 
 
+@pytest.mark.slow  # in the normal run: tests/core/sharding/test_master_dtype.py
 def test_masters_of_a_half_precision_model_move_alike_at_every_layout(tmp_path: Path) -> None:
     """Sharded, replicated, over all replicas, on the host, and from one to the other by a checkpoint: to 2 % of the way
     of one process, whose gradients are rounded to bfloat16 in another order. Without masters it is a twentieth."""

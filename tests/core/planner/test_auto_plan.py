@@ -55,6 +55,7 @@ class Around(nn.Module):
         self.model = model
 
 
+@pytest.mark.slow
 def test_a_built_model_is_traced_as_its_configuration_is(model: nn.Module) -> None:
     made = trace_model("gpt2", 64, {"model_type": "gpt2", **FIELDS})
     before = {name: value.clone() for name, value in model.state_dict().items()}

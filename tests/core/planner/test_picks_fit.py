@@ -78,6 +78,7 @@ def check(seeds: Sequence[int], splits: bool) -> None:
     assert not too_large
 
 
+@pytest.mark.slow
 def test_picks_fit_in_their_own_dry_runs() -> None:
     check(QUICK, splits=False)
 

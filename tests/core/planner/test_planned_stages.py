@@ -97,6 +97,7 @@ def test_memory_is_that_of_the_stage_that_takes_most(tiny: ModelTrace) -> None:
     assert peak("1f1b", 16).stage == 0
 
 
+@pytest.mark.slow
 def test_ends_of_a_model_take_what_they_hold_of_a_tied_embedding_and_of_an_untied_head() -> None:
     """Embedding and head of one size, on two stages: neither holds the other's gradients, or the sum of both."""
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -141,6 +141,7 @@ def test_sums_over_nodes_go_in_two_stages(megatron: Any) -> None:
     assert megatron.data_sum(links, run, 1e9) == pytest.approx(1e9 / LINK + 2 * 7 / 8 * 1e9 / 2 / NETWORK)
 
 
+@pytest.mark.slow
 def test_a_traced_rank_of_megatron_s_gpt_has_its_share(megatron: Any) -> None:
     """Of 64 tokens: 12 matrices of width^2 and two products with the scores; layer norms and residuals are whole."""
     width, tokens, samples = 32, 64, 3
