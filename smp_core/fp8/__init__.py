@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from smp_core.fp8.casting import device_multiplies_fp8, has_triton
     from smp_core.fp8.convert import Fp8Model, convert_to_fp8
     from smp_core.fp8.gathered import WeightGather
-    from smp_core.fp8.linear import SITES, Float8Linear
+    from smp_core.fp8.linear import SITES, Float8Linear, unquantized
     from smp_core.fp8.monitoring import Fp8Probe, Fp8Watch
     from smp_core.fp8.scaling import Fp8State
 
@@ -27,6 +27,7 @@ _PLACES = {
     "Fp8Watch": "monitoring",
     "has_triton": "casting",
     "SITES": "linear",
+    "unquantized": "linear",
     "WeightGather": "gathered",
 }
 
@@ -42,6 +43,7 @@ __all__ = [
     "Fp8Watch",
     "has_triton",
     "SITES",
+    "unquantized",
     "WeightGather",
 ]
 

@@ -9,8 +9,9 @@ Shape letters: R rows (all leading dims of the input flattened), K inputs, N out
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,23 @@ def fp8_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
     y_RN = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, site, flipped, dtype, torch.is_grad_enabled())
     return y_RN.view(*x.shape[:-1], y_RN.shape[-1])
+
+
+@contextlib.contextmanager
+def unquantized() -> Iterator[None]:
+    """Let FP8 linear layers compute in the dtype of their input inside, and record nothing."""
+
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Fp8Site, *, flipped: bool = False
+    ) -> torch.Tensor:
+        return nn.functional.linear(x, weight.t() if flipped else weight, bias)
+
+    global fp8_linear
+    before, fp8_linear = fp8_linear, product
+    try:
+        yield
+    finally:
+        fp8_linear = before
 
 
 class Float8Linear(nn.Linear):

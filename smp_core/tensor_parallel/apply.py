@@ -63,6 +63,7 @@ from smp_core.tensor_parallel.roles import (
     transformers_model,
 )
 from smp_core.tensor_parallel.split_model import SplitModel
+from smp_core.tensor_parallel.unsplit_trial import ComparedForward, Unsplit, units_of
 from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
@@ -120,6 +121,7 @@ def apply_tensor_parallel(
         in_pieces=splitting.n_in_pieces,
         stacks=splitting.stacks,
         blocks=splitting.forwards,
+        compared=splitting.compared,
     )
 
 
@@ -146,6 +148,8 @@ class _Splitting:
         self.whole = [split.name for split in splits if split.role == "whole"]
         self.random: list[str] = []
         self.forwards: list[BlockForward] = []
+        self.compared: list[ComparedForward] = []
+        self.unsplit = Unsplit({split.module: split for split in splits})
         self.n_in_pieces = 0
         self._shared: dict[nn.Module, ColumnInputs] = {}
         if sequence_parallel and not self.stacks:
@@ -155,6 +159,13 @@ class _Splitting:
             )
 
     def split_all(self) -> None:
+        before = {module: {**vars(module), "forward": module.forward} for module in self.model.modules()}
+        self._split_all()
+        for module, had in before.items():
+            now = vars(module)
+            self.unsplit.before[module] = {name: had[name] for name in had if now.get(name, had[name]) is not had[name]}
+
+    def _split_all(self) -> None:
         by_name = {split.name: split for split in self.splits}
         self._refuse_what_the_plan_misses(by_name)
         refuse_unshared_tokens([split for split in self.splits if self._splits_tokens(split.name)], self.blocks)
@@ -198,6 +209,7 @@ class _Splitting:
 
     def _blocks(self, summing: list[SummingForward]) -> None:
         """Prepare what stands around blocks, which is put there when they are told to recompute."""
+        units = units_of(self.model, self.splits, self._tokens)
         for stack in self.stacks:
             places = {self.model.get_submodule(name): place for place, name in reversed(list(enumerate(stack.names)))}
             for block, place in places.items():  # one that stands in several is one block
@@ -207,7 +219,15 @@ class _Splitting:
                 inside = set(block.modules())
                 of_block = [each for each in summing if each.module in inside]
                 shared = shared_with_others(self.model, block)
-                self.forwards.append(BlockForward(block, own, own, stack, place, of_block, self.random, shared))
+                unsplit = self.unsplit if stack.names[place] in units else None
+                self.forwards.append(
+                    BlockForward(block, own, own, stack, place, of_block, self.random, shared, unsplit)
+                )
+        for name in units:
+            if name not in self._tokens:
+                module = self.model.get_submodule(name)
+                own = module.forward
+                self.compared.append(ComparedForward(name, module, own, own, self.axis, self.unsplit))
 
     def _divided_attributes(self) -> Iterator[tuple[nn.Module, str]]:
         if self.inspected is None:

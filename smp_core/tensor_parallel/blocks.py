@@ -1,6 +1,7 @@
 """The blocks of a stack: which of them hold 1/T of the tokens, and where tokens are split and joined.
 
-A block is tried out in its first forward that trains (:mod:`smp_core.tensor_parallel.token_trial`). Before, and if it
+A block is compared with the unsplit one in its first forward (:mod:`smp_core.tensor_parallel.unsplit_trial`), and tried
+out in its first forward that trains (:mod:`smp_core.tensor_parallel.token_trial`). Before, and if it
 does not compute the same with a part of its tokens, it holds all of them.
 
 What the model computes between two blocks is not known before it has been run: in the first step each block joins its
@@ -46,6 +47,7 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, join_tokens, split_tokens, sum_gradient
 from smp_core.tensor_parallel.randomness import refuse_random
 from smp_core.tensor_parallel.token_trial import Found, TokenTrial, require_equal_parts
+from smp_core.tensor_parallel.unsplit_trial import Unsplit, UnsplitTrial
 
 logger = logging.getLogger("smp")
 
@@ -132,7 +134,7 @@ class Stack:
     _direct: set[int] = field(default_factory=set)
     _indirect: set[int] = field(default_factory=set)
     _returned: list[_Given] = field(default_factory=list)
-    _own: list[torch.Tensor] = field(default_factory=list)
+    _own: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.links = [False] * (len(self.names) - 1)
@@ -219,10 +221,14 @@ class Stack:
 
     def is_own(self, tensor: torch.Tensor) -> bool:
         """Return whether an earlier block of this forward returned this tensor as something of this rank's heads."""
-        return any(_same_tensor(each, tensor) for each in self._own)
+        return any(_same_tensor(each, tensor) for each, _ in self._own)
 
-    def add_own(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._own += [tensor.detach() for tensor in tensors]
+    def own_dim(self, tensor: torch.Tensor) -> int | None:
+        """Return the dimension of this rank's heads in such a tensor; None: it is no such tensor, or not known."""
+        return next((dim for each, dim in self._own if _same_tensor(each, tensor)), None)
+
+    def add_own(self, tensors: Iterable[tuple[torch.Tensor, int | None]]) -> None:
+        self._own += [(tensor.detach(), dim) for tensor, dim in tensors]
 
 
 @dataclass(eq=False)
@@ -232,20 +238,26 @@ class BlockForward:
 
     Attributes:
         original: recomputes, where that was asked for.
-        own: does not, and draws no random numbers of its own.
+        plain: does not, and draws no random numbers of its own.
         summing: forwards inside that add up gradients of parameters.
         shared: what the block shares with others, in words; "": nothing.
+        unsplit: before the model was split; None: the block alone computes something else.
+        compared: with the unsplit block, in a call that trains or not.
+        own: what is returned alongside the tokens and is of this rank's heads: number -> dimension, if known.
     """
 
     block: nn.Module
     original: Forward
-    own: Forward
+    plain: Forward
     stack: Stack
     place: int
     summing: list[SummingForward]
     random: list[str]
     shared: str
+    unsplit: Unsplit | None = None
     found: Found | None = None
+    compared: set[bool] = field(default_factory=set)
+    own: dict[int, int | None] = field(default_factory=dict)
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,9 +278,10 @@ class BlockForward:
     @torch.compiler.disable
     def _returned(self, output: Any) -> Any:
         axis, split = self.stack.axis, self.stack.tokens[self.place].split
-        others = [tensor for _, tensor in iterate_tensors(output[1:])] if isinstance(output, tuple) else []
-        own = [tensor for n, tensor in enumerate(others) if self.found is not None and n in self.found.own_outputs]
-        self.stack.add_own(own)
+        found = iterate_tensors(output[1:]) if isinstance(output, tuple) else ()
+        others = [tensor for _, tensor in found if tensor.is_floating_point()]
+        own = [tensor for n, tensor in enumerate(others) if n in self.own]
+        self.stack.add_own((tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own)
         if split:
             output = with_other_outputs(
                 output, lambda other: other if any(other is each for each in own) else gradient_once(other, axis)
@@ -300,8 +313,8 @@ class BlockForward:
         return output
 
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out whether the block computes the same with a part of its tokens, in its first forward that trains.
-        Collective over the axis.
+        """Find out whether the block computes what it does unsplit, in its first forward, and whether it computes the
+        same with a part of its tokens, in its first that trains. Collective over the axis.
 
         Raises:
             ValueError: what is not the same with whole tokens either.
@@ -312,13 +325,26 @@ class BlockForward:
             args, kwargs = with_hidden(args, kwargs, self._like_whole)
         hidden = hidden_among(args, kwargs)
         is_even = hidden.ndim > 1 and hidden.shape[-2] % stack.axis.degree == 0
-        if not torch.is_grad_enabled() and not (draws and is_even):
+        trains = torch.is_grad_enabled()
+        if trains not in self.compared:
+            self.compared.add(trains)
+            self._compare(args, kwargs)
+        if not trains and not (draws and is_even):
             return
         stay_whole = self.shared if stack.may_split else "sequence_parallel=False"
-        trial = TokenTrial(name, self.block, self.own, stack.axis, stack.tokens[self.place], self.summing)
+        trial = TokenTrial(name, self.block, self.plain, stack.axis, stack.tokens[self.place], self.summing)
         self.found = trial.run(args, kwargs, stack.is_own, stay_whole, evaluating=bool(self.random))
+        self.own = dict.fromkeys(self.found.own_outputs) | self.own
         if self.found.why and stack.may_split:
             self._go_on_with_whole_tokens(name, self.found.why)
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the block with the unsplit one, unless it takes parts whose dimension is not known."""
+        stack = self.stack
+        own = [tensor for _, tensor in iterate_tensors([args, kwargs]) if stack.is_own(tensor)]
+        if self.unsplit is not None and not any(stack.own_dim(tensor) is None for tensor in own):
+            trial = UnsplitTrial(stack.names[self.place], self.block, self.plain, stack.axis, self.unsplit)
+            self.own |= trial.run(args, kwargs, stack.own_dim)
 
     def _like_whole(self, part: torch.Tensor) -> torch.Tensor:
         return part.new_zeros((*part.shape[:-2], part.shape[-2] * self.stack.axis.degree, part.shape[-1]))

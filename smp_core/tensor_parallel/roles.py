@@ -308,6 +308,12 @@ def has_heads(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in (*_HEAD_SIZES, *_NUMBERS_OF_HEADS))
 
 
+def numbers_of_heads(module: nn.Module) -> dict[str, int]:
+    """Return a module's own counts of heads, by name."""
+    own = vars(module)
+    return {name: own[name] for name in _NUMBERS_OF_HEADS if isinstance(own.get(name), int)}
+
+
 def head_size(module: nn.Module) -> int | None:
     """Return the features of a head of attention, if the module has them under a known name."""
     found = next((size for name in _HEAD_SIZES if (size := getattr(module, name, None))), None)
@@ -361,13 +367,14 @@ def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueErro
 
 
 def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
-    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds split layers."""
+    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds split layers, in its modules: a list
+    of layers is none."""
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     found: dict[str, None] = {}
     for split in splits:
         if split.role in ("column", "row", "column_gather", "row_split", "experts"):
             parts = split.name.split(".")
-            above = [".".join(parts[:end]) for end in range(1, len(parts))]
+            above = [".".join(parts[:end]) for end in range(1, len(parts) - 1)]
             outermost = next((name for name in above if name in lists), None)
             if outermost is not None:
                 found[outermost] = None

@@ -9,6 +9,7 @@ from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.loss import SplitLogits
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import Split
+from smp_core.tensor_parallel.unsplit_trial import ComparedForward
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class SplitModel:
         whole_elements: how many elements these have.
         in_pieces: how many layers are multiplied in pieces, behind messages.
         stacks, blocks: whose tokens may be split.
+        compared: what is compared with the unsplit model outside of these.
     """
 
     axis: TensorAxis
@@ -36,6 +38,7 @@ class SplitModel:
     in_pieces: int
     stacks: Sequence[Stack] = ()
     blocks: Sequence[BlockForward] = ()
+    compared: Sequence[ComparedForward] = ()
 
     def stand_around_blocks(self, in_stages: bool = False, without_values: bool = False) -> None:
         """Split and join tokens around blocks, from here on; when these were told to recompute.
@@ -48,6 +51,9 @@ class SplitModel:
             stack.know(without_values)
         for each in self.blocks:
             each.original, each.block.forward = each.block.forward, each
+            each.unsplit = None if without_values else each.unsplit
+        for module in self.compared if not without_values else ():
+            module.original, module.module.forward = module.module.forward, module
 
     def learn(self) -> None:
         """Let tokens stay split between blocks, where the last step showed that they can. Collective over the axis;

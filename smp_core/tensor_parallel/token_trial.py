@@ -142,7 +142,7 @@ class TokenTrial:
         length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
-            with self._undisturbed(hidden.device, is_wide, evaluating):
+            with self.undisturbed(hidden.device, is_wide, evaluating):
                 wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
                 for dtype in dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,):
                     with contextlib.suppress(_CannotRun):
@@ -173,7 +173,7 @@ class TokenTrial:
             _CannotRun: with whole tokens; ValueError as :meth:`run`.
         """
         self._leaves = []
-        shown: dict[nn.Module, dict[str, torch.Tensor | None]] = {} if dtype is None else self._drawn_weights(dtype)
+        shown: dict[nn.Module, dict[str, torch.Tensor | None]] = {} if dtype is None else self.drawn_weights(dtype)
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
         own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         open_sums = [each for each in self.summing if each.is_open] if dtype is not None else []
@@ -365,6 +365,10 @@ class TokenTrial:
         self._leaves.append(_Leaf(name, kind, tensor))
         return tensor
 
+    def drawn_alike(self, like: torch.Tensor, dtype: Any) -> torch.Tensor:
+        """Return a random tensor, the same on all ranks."""
+        return self._leaf("", "other", like, dtype).detach()
+
     def _drawn_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_own: Callable[[torch.Tensor], bool], dtype: Any
     ) -> Any:
@@ -382,7 +386,7 @@ class TokenTrial:
 
         return map_tensors((args, kwargs), of)
 
-    def _drawn_weights(self, dtype: torch.dtype) -> dict[nn.Module, dict[str, torch.Tensor | None]]:
+    def drawn_weights(self, dtype: torch.dtype) -> dict[nn.Module, dict[str, torch.Tensor | None]]:
         """Return random weights for all modules inside; one for those that share a parameter."""
         made: dict[int, torch.Tensor] = {}
         found: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
@@ -412,7 +416,7 @@ class TokenTrial:
         )
 
     @contextlib.contextmanager
-    def _undisturbed(self, device: torch.device, is_wide: bool, evaluating: bool) -> Iterator[None]:
+    def undisturbed(self, device: torch.device, is_wide: bool, evaluating: bool) -> Iterator[None]:
         """Restore random states, buffers, and attributes of all modules; hide hooks, casts and recomputation."""
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
