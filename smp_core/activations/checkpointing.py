@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 
 from smp_core.activations.selective import ContextPair, selective_contexts
 from smp_core.plan import CheckpointedModule
-from smp_core.torch_facts import caches_in, uncompiled
+from smp_core.torch_facts import uncompiled, without_caches
 
 logger = logging.getLogger("smp")
 
@@ -74,7 +74,7 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _is_recomputed_by_its_own(self):
             return computed(self, *args, **kwargs)
-        kwargs = _without_cache(self, kwargs)
+        args, kwargs = _without_caches(self, args, kwargs)
         # Tensors become positional: torch stores the random state of the devices of positional arguments.
         names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
         tensors = [kwargs.pop(key) for key in names]
@@ -108,15 +108,18 @@ def _is_recomputed_by_its_own(module: nn.Module) -> bool:
     return getattr(module, "gradient_checkpointing", False) is True and module.training
 
 
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Drop the key-value cache, to which a recomputation would append once more."""
-    found = caches_in(kwargs)
-    if not found or getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of layers that only read
-        return kwargs
-    without = {**kwargs, **dict.fromkeys(found)}
-    if "use_cache" in kwargs:
-        without["use_cache"] = False
-    return without
+def _without_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Drop key-value caches, to which a recomputation would append once more."""
+    plain_args, plain = without_caches(args, kwargs)
+    pairs = [*zip(args, plain_args, strict=True), *((kwargs[name], plain[name]) for name in kwargs)]
+    has_none = all(given is kept for given, kept in pairs)
+    if has_none or getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of layers that only read
+        return args, kwargs
+    if "use_cache" in plain:
+        plain["use_cache"] = False
+    return plain_args, plain
 
 
 class _Compared:

@@ -40,7 +40,7 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import without_caches
 
 # Of values and gradients, relative to the largest of a token or tensor; and of the largest gradient of all, which
 # covers what is zero but for roundings.
@@ -133,7 +133,7 @@ class TokenTrial:
         Raises:
             ValueError: gradients that whole tokens would not make right either; tokens that ranks cannot share equally.
         """
-        kwargs = {**kwargs, **dict.fromkeys(caches_in(kwargs))}
+        args, kwargs = without_caches(args, kwargs)
         is_wide = not any(isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside())
         hidden = hidden_among(args, kwargs)
         self._device, self._is_trained = hidden.device, hidden.requires_grad

@@ -41,7 +41,7 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import without_caches
 
 logger = logging.getLogger("smp")
 
@@ -103,8 +103,7 @@ class UnsplitTrial:
         Raises:
             ValueError: ranks do not compute their parts; says what to write.
         """
-        kwargs = {**kwargs, **dict.fromkeys(caches_in(kwargs))}
-        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)  # caches, by position
+        args, kwargs = without_caches(args, kwargs)
         hidden = _hidden_of(args, kwargs)
         if hidden is None or not self._splits:
             return {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         fsdp_has,
         reduce_scatter_single,
         symmetric_memory_operators,
+        without_caches,
     )
     from smp_core.torch_facts.module_names import clean_name, compiled_of, is_compiled, uncompiled
     from smp_core.torch_facts.stepped import (
@@ -58,6 +59,7 @@ _PLACES = {
     "TESTED_TORCH": "compat",
     "uncompiled": "module_names",
     "with_host_master": "stepped",
+    "without_caches": "compat",
 }
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "TESTED_TORCH",
     "uncompiled",
     "with_host_master",
+    "without_caches",
 ]
 
 

@@ -44,6 +44,13 @@ def caches_in(named: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's arguments with None for caches (GPT-2's blocks take theirs by position), to which a second run of
+    the block would append once more."""
+    plain = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
+    return plain, {**kwargs, **dict.fromkeys(caches_in(kwargs))}
+
+
 def embeddings_of(model: Any) -> tuple[Any, Any]:
     """Return the input embedding and the head of a Transformers model, None for what it has not: models of speech raise
     where they are asked."""
