@@ -45,8 +45,8 @@ def caches_in(named: Mapping[str, Any]) -> list[str]:
 
 
 def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a block's arguments with None for caches, to which a second run of the block would append once more. GPT-2's
-    blocks take theirs by position."""
+    """Return the arguments of a block with None for caches, to which a second run would append once more. Those of
+    GPT-2 come by position."""
     plain = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
     return plain, {**kwargs, **dict.fromkeys(caches_in(kwargs))}
 
