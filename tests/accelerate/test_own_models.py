@@ -60,6 +60,7 @@ def check(seeds: list[int]) -> None:
                 assert (ours[name] - value).abs().max() <= 1e-11, f"{draw(seed)}: {name}"
 
 
+@pytest.mark.slow  # in the normal run: tests/core/context_parallel and tests/lightning
 def test_own_models_are_exact_or_refused_before_a_step() -> None:
     check(NORMAL)
 

@@ -59,7 +59,8 @@ def check(world: int, rank: int, degree: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("degree", [pytest.param(K, marks=pytest.mark.slow), 2 * K])
+@pytest.mark.parametrize("degree", [K, 2 * K])
+@pytest.mark.slow
 def test_a_rank_of_256_does_what_the_formulas_say(degree: int) -> None:
     check(256, 100, degree)
 

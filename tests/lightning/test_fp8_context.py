@@ -67,6 +67,7 @@ def assert_like(shared: Run, whole: Run) -> None:
     assert abs(sum(shared.losses) - sum(whole.losses)) <= 5e-3 * sum(whole.losses)
 
 
+@pytest.mark.slow  # in the normal run: tests/core/fp8
 def test_shared_sequences_train_in_fp8_as_whole_ones_do_also_recomputing() -> None:
     """Recomputing changes nothing, not even a bit."""
     whole = run_ranks(alone, 1)[0]

@@ -147,6 +147,7 @@ def run_validating(knobs: dict[str, Any] | None, folder: str, load: str | None =
     return report(trainer, module, steps=trainer.global_step, saved=sorted(Path(p).name for p in saver.best_k_models))
 
 
+@pytest.mark.slow
 def test_model_checkpoint_inside_a_window_replays_it(tmp_path: Path) -> None:
     expected = run_validating(None, str(tmp_path / "alone"))
     assert expected.extra["saved"] == ["epoch=0.ckpt", "epoch=1.ckpt"]

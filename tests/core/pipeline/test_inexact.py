@@ -145,6 +145,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.slow
 def test_stages_round_as_one_stage_does(tmp_path: Path) -> None:
     """The order in which the norm is summed up differs, by 1e-16 of it: no code is another one for that."""
     cases = list(CASES.values())

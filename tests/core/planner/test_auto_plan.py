@@ -67,6 +67,7 @@ def test_a_built_model_is_traced_as_its_configuration_is(model: nn.Module) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(
     model: nn.Module, traced_once: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

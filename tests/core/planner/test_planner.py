@@ -260,6 +260,7 @@ def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> Non
         plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1})
 
 
+@pytest.mark.slow
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
     found = planned
     assert "step time (tensor +" in found.why_not(tensor=8)
