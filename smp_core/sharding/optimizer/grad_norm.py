@@ -183,15 +183,15 @@ def clip_grad_norm_(
 
 def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on_nonfinite: OnNonfinite) -> bool:
     """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the step is skipped: its gradients are dropped."""
-    if on_nonfinite == "ignore" or bool(torch.isfinite(total)):
+    if on_nonfinite == "ignore" or math.isfinite(norm := total.item()):
         return False
     if on_nonfinite == "raise":
         raise NonfiniteGradNormError(
-            f"the gradient norm is {total.item()}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
+            f"the gradient norm is {norm}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
             "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to skip such steps"
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", total.item())
+        logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", norm)
     for parameter in parameters:
         parameter.grad = None
     return True
