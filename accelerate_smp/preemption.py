@@ -22,7 +22,7 @@ class PreemptibleAccelerator(StatesInMemoryAccelerator):
         return self._preemption
 
     def is_preempted(self) -> bool:
-        """Tell whether some rank was told (SIGTERM, SIGUSR1) that the job is about to be ended. Collective.
+        """Return whether some rank was told (SIGTERM, SIGUSR1) that the job is about to be ended. Collective.
 
         Ask after each optimizer step, schedules included. From the first call on signals do not end the process by
         themselves; where the answer is True, it is so on every rank::

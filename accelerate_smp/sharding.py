@@ -63,7 +63,7 @@ def shard(
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Tell whether the optimizer has any of the model's parameters."""
+    """Return whether the optimizer has any of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 

@@ -245,7 +245,7 @@ class SmoothedLabels(LabelSmoother):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Tell whether a model is one of Transformers' causal language models, adapters and sharding put aside."""
+    """Return whether a model is one of Transformers' causal language models, adapters and sharding put aside."""
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
     return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)

@@ -240,7 +240,7 @@ class CheckpointingTrainerMixin(_Base):
         return os.path.dirname(first_undamaged(states, self.accelerator.smp_config.checkpoint.verify))
 
     def _looks_unfinished(self, path: str) -> bool:
-        """Tell whether a crash came before the optimizer states or the Trainer's own state were there."""
+        """Return whether a crash came before the optimizer states or the Trainer's own state were there."""
         states = (os.path.join(path, name) for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME))
         lacking = [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
         try:

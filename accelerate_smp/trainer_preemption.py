@@ -52,7 +52,7 @@ class LeavesWhenTold(TrainerCallback):
 
     @property
     def lacks_evaluation(self) -> bool:
-        """Tell whether a checkpoint of this instant lacks an evaluation that belongs to its step."""
+        """Return whether a checkpoint of this instant lacks an evaluation that belongs to its step."""
         return self._evaluation_follows or self._before_evaluation is not None
 
     @property
@@ -83,7 +83,7 @@ class LeavesWhenTold(TrainerCallback):
 
 
 def _evaluates_now(args: TrainingArguments, state: TrainerState) -> bool:
-    """Tell whether an epoch ends with this step, and with an evaluation."""
+    """Return whether an epoch ends with this step, and with an evaluation."""
     epoch = state.epoch or 0.0
     at_end = abs(epoch - round(epoch)) < 1e-6 and epoch > 0
     return at_end and args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= epoch

@@ -35,7 +35,7 @@ def in_lightning_words() -> Iterator[None]:
 
 
 def is_held_place(path: Any) -> bool:
-    """Tell whether a path is an empty folder: the place of a save that has not committed."""
+    """Return whether a path is an empty folder: the place of a save that has not committed."""
     return os.path.isdir(path) and not os.listdir(path)
 
 

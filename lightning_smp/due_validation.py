@@ -22,13 +22,13 @@ from smp_core.checkpoint.random_state import random_state
 
 
 def is_due(trainer: Trainer) -> bool:
-    """Tell whether a validation follows the batch that is being trained on, or was."""
+    """Return whether a validation follows the batch that is being trained on, or was."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
 
 def is_lacking(trainer: Trainer) -> bool:
-    """Tell whether a checkpoint of this instant lacks a validation: one is due, or one has not come to its end."""
+    """Return whether a checkpoint of this instant lacks a validation: one is due, or one has not come to its end."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
         return False
     loop = trainer.fit_loop.epoch_loop
@@ -57,7 +57,7 @@ def begin_with_it(checkpoint: dict[str, Any], in_progress: bool) -> None:
 
 
 def begins_with_it(trainer: Trainer) -> bool:
-    """Tell whether the run that is being resumed begins with a validation. From ``on_train_start`` on, once: the
+    """Return whether the run that is being resumed begins with a validation. From ``on_train_start`` on, once: the
     counters that said so are put right.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop

@@ -33,7 +33,7 @@ _ATTACHED = "_smp_parallel"
 
 
 def is_sharded(module: LightningModule) -> bool:
-    """Tell whether an earlier run has sharded this module."""
+    """Return whether an earlier run has sharded this module."""
     return hasattr(module, _ATTACHED)
 
 

@@ -148,11 +148,11 @@ class Topology:
         return self._position(rank)[1]
 
     def same_node(self, a: int, b: int) -> bool:
-        """Tell whether two ranks share a node, and with it the fast link."""
+        """Return whether two ranks share a node, and with it the fast link."""
         return self.node_of(a) == self.node_of(b)
 
     def spans_nodes(self, ranks: Iterable[int]) -> bool:
-        """Tell whether the ranks are on more than one node."""
+        """Return whether the ranks are on more than one node."""
         return len({self.node_of(rank) for rank in ranks}) > 1
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:

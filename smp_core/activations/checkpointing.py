@@ -104,7 +104,7 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
 
 
 def _is_recomputed_by_its_own(module: nn.Module) -> bool:
-    """Tell whether a Transformers model recomputes this module already."""
+    """Return whether a Transformers model recomputes this module already."""
     return getattr(module, "gradient_checkpointing", False) is True and module.training
 
 

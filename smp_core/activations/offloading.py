@@ -132,7 +132,7 @@ class Offloader:
             wanted.clear()
 
     def _may_leave(self, given: Any) -> bool:
-        """Tell whether a module's argument may be offloaded; see this module's docstring."""
+        """Return whether a module's argument may be offloaded; see this module's docstring."""
         if type(given) not in _PLAIN or not given.requires_grad or given.device.type != self.device.type:
             return False
         if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
@@ -259,6 +259,6 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements fill one stretch of memory, in any order of dims."""
+    """Return whether a tensor's elements fill one stretch of memory, in any order of dims."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

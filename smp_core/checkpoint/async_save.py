@@ -127,7 +127,7 @@ class AsyncCheckpointer:
 
     @property
     def in_flight(self) -> bool:
-        """Tell whether a save is being written."""
+        """Return whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:

@@ -59,7 +59,7 @@ def _check_place(name: str, record: TensorRecord, chunk: Chunk, manifest: Manife
 
 
 def tiles(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> bool:
-    """Tell whether boxes of at least one element fill a shape exactly, without overlap.
+    """Return whether boxes of at least one element fill a shape exactly, without overlap.
 
     They are looked at as a mesh cuts a tensor: slabs along the first dimension, each cut along the next one, and so on.
     """

@@ -161,7 +161,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a torch-smp checkpoint with a readable manifest is at the path."""
+    """Return whether a torch-smp checkpoint with a readable manifest is at the path."""
     try:
         open_checkpoint(path)
     except CheckpointError:

@@ -164,7 +164,7 @@ class Layout:
                     self.sources[name, number] = (item, each.is_local)
 
     def holds_for(self, known: Mapping[str, _Known]) -> bool:
-        """Tell whether these are the same objects in the same order; a name never has another name's."""
+        """Return whether these are the same objects in the same order; a name never has another name's."""
         return len(known) == len(self.known) and all(map(operator.is_, known.values(), self.known.values()))
 
     def staged(self, hosts: Mapping[Place, torch.Tensor]) -> dict[str, StagedTensor]:
@@ -280,7 +280,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same view of the same memory."""
+    """Return whether two tensors are the same view of the same memory."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 

@@ -113,7 +113,7 @@ def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) 
 
 
 def holds_tensor(state: Any, mapping: Any = dict) -> bool:
-    """Tell whether any leaf of the nested state is a tensor."""
+    """Return whether any leaf of the nested state is a tensor."""
     return next(iterate_tensors(state, mapping=mapping), None) is not None
 
 
@@ -302,7 +302,7 @@ def _weights_only_problem(value: Any) -> str | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but its values, in the host's memory: such ones need not be tried out."""
+    """Return whether a tensor is nothing but its values, in the host's memory: such ones need not be tried out."""
     is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     return is_dense and not vars(tensor) and not any(getattr(tensor, "names", ()))
 

@@ -39,7 +39,7 @@ class NoSuchFolder(CheckpointError):
 
 
 def is_plain(name: object) -> bool:
-    """Tell whether a name is that of a file in the folder itself: no separator, no control character, not ``..``."""
+    """Return whether a name is that of a file in the folder itself: no separator, no control character, not ``..``."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")

@@ -51,7 +51,7 @@ class Codec(Protocol):
         theirs, the others decoded from ``payloads`` [rows, size(n)]."""
 
     def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
-        """Tell whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or
+        """Return whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or
         nan."""
 
 

@@ -37,7 +37,7 @@ class Deferred(Work):
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether it was waited for and raised."""
+        """Return whether it was waited for and raised."""
         return self._finish is _failed_before
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:

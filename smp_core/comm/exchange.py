@@ -135,7 +135,7 @@ def reduce_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
 
 
 def _has_one_launch(group: dist.ProcessGroup) -> bool:
-    """Tell whether several collectives can be launched as one; gloo takes no tensors of a device there."""
+    """Return whether several collectives can be launched as one; gloo takes no tensors of a device there."""
     return "gloo" not in str(dist.get_backend(group))
 
 
@@ -146,7 +146,7 @@ def _wait_all(works: Sequence[dist.Work | None]) -> None:
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether stages of collectives over ``group`` are made of messages (gloo) or of the library's collectives."""
+    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
     return device.type == "cpu" and "gloo" in str(dist.get_backend(group))
 
 

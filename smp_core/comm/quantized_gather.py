@@ -71,7 +71,7 @@ class GatherPolicy:
         self._finite = None
 
     def is_encoded(self, number: int) -> bool:
-        """Tell whether this unit's next gather is compressed. Collective over the group when weights have changed."""
+        """Return whether this unit's next gather is compressed. Collective over the group when weights have changed."""
         if self._steps() < self._after_steps:
             return False
         if self._finite is None:

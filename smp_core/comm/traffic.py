@@ -60,7 +60,7 @@ class Route:
 
     @property
     def adds_up(self) -> bool:
-        """Tell whether there are other replicas to add up with."""
+        """Return whether there are other replicas to add up with."""
         return dist.get_world_size(self.group) > 1
 
 
@@ -174,7 +174,7 @@ class Traffic:
 
     @property
     def keeps_remainders(self) -> bool:
-        """Tell whether what compression rounds off is added to the next gradients."""
+        """Return whether what compression rounds off is added to the next gradients."""
         return bool(self._form.error_feedback)
 
     def step_done(self) -> None:

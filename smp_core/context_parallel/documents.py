@@ -105,7 +105,7 @@ def labels_within_documents(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def has_sequence_of(item: Any, tokens: torch.Tensor) -> bool:
-    """Tell whether an item of a batch has the rows and the length of ``tokens`` [B, S, ...]."""
+    """Return whether an item of a batch has the rows and the length of ``tokens`` [B, S, ...]."""
     return isinstance(item, torch.Tensor) and item.dim() >= 2 and item.shape[:2] == tokens.shape[:2]
 
 

@@ -110,7 +110,7 @@ def kernels_for(
 
 
 def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Tell whether flash attention takes queries [.., D] and values [.., E] on their device."""
+    """Return whether flash attention takes queries [.., D] and values [.., E] on their device."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
     return max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)

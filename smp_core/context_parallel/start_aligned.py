@@ -230,7 +230,7 @@ def _cudnn_takes(
     causal: bool,
     window: int | None,
 ) -> bool:
-    """Tell whether a call is of one document without a window, and torch would take cuDNN for its heads."""
+    """Return whether a call is of one document without a window, and torch would take cuDNN for its heads."""
     if len(segments) > 1 or (window is not None and window < k_BMKD.shape[1]):
         return False
     q, k, v = (tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE))

@@ -46,7 +46,7 @@ def transformers_models(model: nn.Module) -> list[Any]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Tell whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
+    """Return whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
     found = transformers_models(model)
     return not found or getattr(found[0], "loss_type", None) not in _UNSHIFTED
 
@@ -151,7 +151,7 @@ def _is_dynamic(rope_type: str) -> bool:
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Tell whether a module is a rotary embedding whose frequencies follow from the largest position in its input."""
+    """Return whether a module is a rotary embedding whose frequencies follow from the largest position in its input."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and _is_dynamic(kind) for kind in kinds) and "position_ids" in _arguments_of(

@@ -41,7 +41,7 @@ _CAPABLE: dict[torch.device, bool] = {}
 
 @torch.compiler.assume_constant_result
 def device_multiplies_fp8(device: torch.device) -> bool:
-    """Tell whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later).
+    """Return whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later).
 
     On CPU the operator exists too, as a reference kernel that is 500 times slower than dequantising: never used outside
     tests.
@@ -55,7 +55,7 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 
 def has_triton() -> bool:
-    """Tell whether Triton is installed."""
+    """Return whether Triton is installed."""
     return _TRITON
 
 

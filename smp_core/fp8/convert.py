@@ -237,7 +237,7 @@ def choose(
 
 
 def _has_product(module: nn.Module) -> bool:
-    """Tell whether the module itself multiplies by a weight matrix, as far as its parameters show.
+    """Return whether the module itself multiplies by a weight matrix, as far as its parameters show.
 
     Such modules are linear layers, and modules with matrices of their own that are neither embeddings nor convolutions.
     """
@@ -294,12 +294,12 @@ _EXPERT_CALL = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 def _are_halves(up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Tell whether the projections are [E, 2I, K] and [E, K, I], so not transposed."""
+    """Return whether the projections are [E, 2I, K] and [E, K, I], so not transposed."""
     return up.ndim == down.ndim == 3 and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
 
 
 def _has_known_forward(experts: nn.Module) -> bool:
-    """Tell whether fused experts compute as :class:`smp_core.fp8.linear._ExpertsForward`, with halves side by side."""
+    """Return whether fused experts compute as :class:`smp_core.fp8.linear._ExpertsForward`, halves side by side."""
     kind = type(experts)
     has_parts = callable(getattr(experts, "act_fn", None)) and isinstance(getattr(experts, "num_experts", None), int)
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
@@ -309,8 +309,8 @@ def _has_known_forward(experts: nn.Module) -> bool:
 
 
 def _plain_gate(kind: type[nn.Module]) -> bool:
-    """Tell whether the experts gate as act(gate) * up: a class with another gate defines ``_apply_gate`` (Transformers'
-    name) itself.
+    """Return whether the experts gate as act(gate) * up: a class with another gate defines ``_apply_gate``
+    (Transformers' name) itself.
     """
     gate = getattr(kind, "_apply_gate", None)
     return gate is None or gate.__module__ == "transformers.integrations.moe"

@@ -63,7 +63,7 @@ def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> torch.Ten
 
 
 def needs_columns(device: torch.device) -> bool:
-    """Tell whether the products on this device read transposed copies of inputs and gradients."""
+    """Return whether the products on this device read transposed copies of inputs and gradients."""
     return device_multiplies_fp8(device)
 
 

@@ -121,7 +121,7 @@ class Fp8State:
             setattr(self, name, getattr(self, name).to(device))
 
     def uses_history(self, site: int, role: int) -> bool:
-        """Tell whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
+        """Return whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
         # A look-up of a bool, so that a compiled forward is compiled again when it changes, and not in every step.
         return self._delayed[site][role]
 

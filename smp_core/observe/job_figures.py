@@ -123,7 +123,7 @@ class JobFigures:
 
     @property
     def counts_bytes(self) -> bool:
-        """Tell whether reports have bytes between nodes and inside them."""
+        """Return whether reports have bytes between nodes and inside them."""
         return self._meter is not None
 
     def measure_forward(self) -> None:

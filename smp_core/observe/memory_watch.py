@@ -54,7 +54,7 @@ class MemoryWatch:
         return (step // self._every + 1) * self._every
 
     def is_due(self, step: int) -> bool:
-        """Tell whether :meth:`begin` is to be called now, after ``step`` optimizer steps."""
+        """Return whether :meth:`begin` is to be called now, after ``step`` optimizer steps."""
         return self._began is None and step + 1 >= self._due
 
     def begin(self, step: int) -> None:

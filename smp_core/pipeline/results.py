@@ -52,5 +52,5 @@ def _mean(values: list[Any]) -> torch.Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether it is a number, or a tensor of one element."""
+    """Return whether it is a number, or a tensor of one element."""
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

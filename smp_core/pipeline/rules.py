@@ -98,7 +98,7 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
 
 
 def _fits(weights: list[int], count: int, limit: int) -> bool:
-    """Tell whether stages that are filled one by one, leaving a block for each further one, take all blocks."""
+    """Return whether stages that are filled one by one, leaving a block for each further one, take all blocks."""
     place = 0
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)

@@ -88,7 +88,7 @@ class TiedGradients:
 
 
 def is_received(stages: torch.Tensor) -> bool:
-    """Tell whether any stage has a gradient, by how many have."""
+    """Return whether any stage has a gradient, by how many have."""
     return bool(stages > 0)
 
 

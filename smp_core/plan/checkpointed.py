@@ -30,7 +30,7 @@ class CheckpointedModule:
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Tell whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
+    """Return whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 

@@ -76,5 +76,5 @@ def keep_outputs_of(*operators: Any) -> None:
 
 
 def is_kept(operator: Any) -> bool:
-    """Tell whether selective checkpointing keeps the outputs of an operator's overload."""
+    """Return whether selective checkpointing keeps the outputs of an operator's overload."""
     return operator in _kept

@@ -10,12 +10,12 @@ from smp_core.topology import Topology
 
 
 def two_stages(degree: int, topology: Topology) -> bool:
-    """Tell whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
+    """Return whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
     return degree > topology.ranks_per_node > 1
 
 
 def replicas_share_nodes(degree: int, topology: Topology) -> bool:
-    """Tell whether replication groups span nodes with several of their ranks on each."""
+    """Return whether replication groups span nodes with several of their ranks on each."""
     return degree < topology.ranks_per_node and topology.num_nodes > 1
 
 

@@ -214,7 +214,7 @@ class _Points:
 
     @property
     def is_alone(self) -> bool:
-        """Tell whether FSDP2 casts for one rank, with nobody to gather from."""
+        """Return whether FSDP2 casts for one rank, with nobody to gather from."""
         return self.plan.gathers and self.plan.shard_degree == 1
 
     def _reducing_alone(self, blocks: int, earlier: float, at_work: float) -> _Point:

@@ -83,7 +83,7 @@ class NativeWindow:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether gradients are held that no ``.grad`` shows yet."""
+        """Return whether gradients are held that no ``.grad`` shows yet."""
         return partial_sum_bytes(self._model) > 0
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ def refuse_to_pickle_shards() -> None:
 
 
 def is_a_part(tensor: object) -> bool:
-    """Tell whether it is a tensor of which this process holds a part, or (other pipeline stages') nothing."""
+    """Return whether it is a tensor of which this process holds a part, or (other pipeline stages') nothing."""
     if is_absent(tensor):
         return True
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:

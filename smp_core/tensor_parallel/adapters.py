@@ -23,7 +23,7 @@ _PARTS = ("lora_A", "lora_B")
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Tell whether a module is a layer of PEFT around another one."""
+    """Return whether a module is a layer of PEFT around another one."""
     return hasattr(module, "base_layer")
 
 
@@ -65,7 +65,7 @@ def _require_lora(split: Split) -> None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Tell whether a layer is an adapter's, by its name."""
+    """Return whether a layer is an adapter's, by its name."""
     parts = name.split(".")
     return len(parts) > 2 and parts[-2] in _PARTS
 

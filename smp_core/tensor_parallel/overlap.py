@@ -136,7 +136,7 @@ class _Output(torch.autograd.Function):
 
 
 def is_plain_product(layer: nn.Module) -> bool:
-    """Tell whether a layer is known to be one matrix product and a bias. Before its forward is exchanged."""
+    """Return whether a layer is known to be one matrix product and a bias. Before its forward is exchanged."""
     known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
     return known and "forward" not in vars(layer)
 

@@ -12,5 +12,5 @@ ABSENT = (
 
 
 def is_absent(tensor: object) -> bool:
-    """Tell whether it is a tensor of which this rank has nothing."""
+    """Return whether it is a tensor of which this rank has nothing."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None

@@ -64,7 +64,7 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
 
 
 def fsdp_has(method: str) -> bool:
-    """Tell whether this torch's FSDP2 has a method of its modules."""
+    """Return whether this torch's FSDP2 has a method of its modules."""
     return hasattr(FSDPModule, method)
 
 

@@ -24,8 +24,8 @@ def compiled_of(module: nn.Module) -> nn.Module | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``torch.compile`` returned the module, or its own ``compile()`` was called, which leaves its mark in
-    ``_compiled_call_impl`` only."""
+    """Return whether ``torch.compile`` returned the module, or its own ``compile()`` was called, which leaves its mark
+    in ``_compiled_call_impl`` only."""
     return compiled_of(module) is not None or vars(module).get("_compiled_call_impl") is not None
 
 

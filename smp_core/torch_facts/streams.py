@@ -13,12 +13,12 @@ import torch
 
 
 def run_behind(device: torch.device) -> bool:
-    """Tell whether ``device`` does what it is given later, on streams."""
+    """Return whether ``device`` does what it is given later, on streams."""
     return device.type != "cpu"
 
 
 def pins(device: torch.device) -> bool:
-    """Tell whether host memory that is copied to or from ``device`` is pinned; no other driver could use such pages."""
+    """Return whether host memory that is copied to or from ``device`` is pinned; no other driver can use such pages."""
     return device.type == "cuda"
 
 

@@ -113,7 +113,7 @@ class Preemption:
             self._told, self._told_at = int(number), time.monotonic()
 
     def agreed(self, whole_step: bool = True) -> bool:
-        """Tell whether all ranks stop here. Collective over the world: every rank calls it at the same places.
+        """Return whether all ranks stop here. Collective over the world: every rank calls it at the same places.
 
         Args:
             whole_step: whether nothing is open here that would be lost (an accumulation window, an evaluation). What is

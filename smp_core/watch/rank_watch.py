@@ -411,7 +411,7 @@ def end_within(seconds: float) -> None:
 
 
 def looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Tell whether an error came from a collective that lost its peer, and not from this rank itself."""
+    """Return whether an error came from a collective that lost its peer, and not from this rank itself."""
     text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -15,7 +15,7 @@ _LOCAL = ("file://", "local://")
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
+    """Return whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
     text = os.fspath(path)
     return "://" in text and not text.startswith(_LOCAL)
 

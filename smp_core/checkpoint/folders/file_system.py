@@ -28,7 +28,7 @@ def rename_exchange(first: str, second: str) -> bool:
 
 
 def can_exchange(parent: str) -> bool:
-    """Tell whether :func:`rename_exchange` works in a directory, by trying it on two empty ones."""
+    """Return whether :func:`rename_exchange` works in a directory, by trying it on two empty ones."""
     names = [os.path.join(parent, f"{UNNAMED_PREFIX}{new_save_id()}") for _ in range(2)]
     try:
         for name in names:

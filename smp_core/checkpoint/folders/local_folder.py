@@ -404,7 +404,7 @@ def _all_files(path: str) -> Iterator[str]:
 
 
 def _is_half(path: str) -> bool:
-    """Tell whether everything in a folder is part of a checkpoint, so that a save may replace the folder."""
+    """Return whether everything in a folder is part of a checkpoint, so that a save may replace the folder."""
     return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
 
 

@@ -207,7 +207,7 @@ class ObjectTransaction(Transaction):
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def _may_be_committed(self) -> bool:
-        """Tell whether the manifest may have arrived although the store raised: then its files stay."""
+        """Return whether the manifest may have arrived although the store raised: then its files stay."""
         if self.sent is None:
             return False
         try:

@@ -122,7 +122,7 @@ class Folder(ABC):
 
     @abstractmethod
     def exists(self) -> bool:
-        """Tell whether the folder exists."""
+        """Return whether the folder exists."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -160,7 +160,7 @@ class Folder(ABC):
         """
 
     def signs_of_crash(self) -> bool:
-        """Tell whether an unfinished save is next to this folder."""
+        """Return whether an unfinished save is next to this folder."""
         return False
 
 

@@ -43,7 +43,7 @@ class ReductionOrder:
 
 
 def _want_gradient(inputs: Any) -> bool:
-    """Tell whether FSDP2 finds a tensor among a forward's inputs that wants a gradient."""
+    """Return whether FSDP2 finds a tensor among a forward's inputs that wants a gradient."""
     if isinstance(inputs, torch.Tensor):
         return inputs.requires_grad
     if isinstance(inputs, (tuple, list)):

@@ -25,7 +25,7 @@ class Window(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether gradients are held that no ``.grad`` shows yet."""
+        """Return whether gradients are held that no ``.grad`` shows yet."""
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients that no parameter's ``.grad`` shows."""

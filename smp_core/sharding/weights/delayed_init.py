@@ -86,7 +86,7 @@ def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: I
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Tell whether any parameter or buffer of `model` still is on the meta device."""
+    """Return whether any parameter or buffer of `model` still is on the meta device."""
     return any(is_meta(tensor) for _, tensor in _named_tensors(model))
 
 

@@ -85,7 +85,7 @@ class Slot:
 
 
 def holds_values(full: torch.Tensor) -> bool:
-    """Tell whether something has filled a lent copy. True only if no element of a floating-point tensor is NaN; for
+    """Return whether something has filled a lent copy. True only if no element of a floating-point tensor is NaN; for
     other dtypes, if any element differs from the marker."""
     if full.numel() == 0:
         return True
@@ -98,7 +98,7 @@ def holds_values(full: torch.Tensor) -> bool:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor, or the local part of a DTensor, has no storage."""
+    """Return whether a tensor, or the local part of a DTensor, has no storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).is_meta
 
 

@@ -59,6 +59,6 @@ def send_to_stages(tensors: Iterable[tuple[torch.Tensor, Sequence[int]]], mesh: 
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Tell whether there is something to send: meta tensors have no values yet, and DTensors, which layers that are
+    """Return whether there is something to send: meta tensors have no values yet, and DTensors, which layers that are
     split over ranks have, were cut from rank 0's."""
     return not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, DTensor)
