@@ -138,7 +138,9 @@ def lose_and_resume(kind: str, folder: str, cases: list[dict[str, Any]]) -> list
     return seen
 
 
-@pytest.mark.parametrize(("kind", "shard"), [("trainer", "node"), ("loop", "world")])
+@pytest.mark.parametrize(
+    ("kind", "shard"), [("trainer", "node"), pytest.param("loop", "world", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shard: str, tmp_path: Path) -> None:
     """Two nodes of two ranks. A node is lost, whose shards the other one has (replicas, or copies): nobody opens a
     checkpoint on disk. And a state that is older than the newest one on disk."""

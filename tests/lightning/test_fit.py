@@ -39,7 +39,7 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 2, "keep_between_micro_batches": "gradients", "reshard_after_forward": True},
 ]
 CASES = list(itertools.product(range(len(WINDOWS)), range(len(KNOBS))))
-SAMPLE = [(0, 2), (2, 6), (3, 1), (3, 5), (4, 0)]
+SAMPLE = [(2, 6), (3, 5), (4, 0)]
 
 
 def check_fit(window: int, knobs: int) -> None:

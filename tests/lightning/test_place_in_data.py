@@ -294,6 +294,7 @@ def test_no_flipped_bit_is_gone_on_from_at_default_settings(tmp_path: Path) -> N
         assert all("is damaged: its bytes from" in error for error in errors), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, knobs, skipped",
     [

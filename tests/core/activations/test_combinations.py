@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from smp_core.config import SmpConfig
@@ -74,6 +75,7 @@ def fp8_offloads() -> list[str]:
     return different
 
 
+@pytest.mark.slow
 def test_fp8_weights_in_host_memory_travel_in_fp8() -> None:
     assert run_ranks(fp8_offloads, 4, ranks_per_node=2) == [[]] * 4
 

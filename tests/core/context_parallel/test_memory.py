@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from smp_core.context_parallel.active import enabled
@@ -30,6 +31,7 @@ def kept_for_backward(degrees: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_saved_bytes_fall_as_one_over_the_degree() -> None:
     """Within 10 %: what is not per token (gathered weights, of 16 dims here) is small beside 512 tokens."""
     for one, two, four in run_ranks(kept_for_backward, 4, [1, 2, 4]):

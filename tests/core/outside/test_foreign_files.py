@@ -203,6 +203,7 @@ def test_a_long_line_of_a_log_is_passed_over(tmp_path: Path) -> None:
     assert [line and line["kind"] for line in lines_of_log(path)] == ["run", None, "end"]
 
 
+@pytest.mark.slow
 def test_pictures_of_many_names_and_steps_are_bounded(tmp_path: Path) -> None:
     log = tmp_path / "fp8.jsonl"
     figures = {f"layer.{n}": {"input_scale": 1.0, "input_saturated": n / 3000} for n in range(3000)}

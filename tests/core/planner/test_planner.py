@@ -95,6 +95,7 @@ def test_kept_bytes_of_a_block_are_those_of_a_real_model(tiny: ModelTrace) -> No
     assert tiny.block["full"].at(3, 16).kept < tiny.block["selective"].at(3, 16).kept < 0.6 * real
 
 
+@pytest.mark.slow
 def test_peak_of_30_billion_is_the_one_that_fsdp_s_tracker_counts(large: ModelTrace) -> None:
     """torch's FSDPMemTracker on the sharded model (128 ranks, 6 x 2,048 tokens, full recomputation): 23,217 MiB, of
     which 893 are parameters, 1,787 states, 1,892 + 1,176 gathered and 2,352 to be reduced. 2 %: of activations."""

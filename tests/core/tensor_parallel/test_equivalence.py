@@ -23,8 +23,7 @@ from tests.harness import run_ranks
 SAMPLE = [
     Case("llama", shard=2, micro_batches=3),
     Case("llama", tensor=4, sequence=False),
-    Case("gpt2", micro_batches=2),
-    Case("plain", shard=2),
+    Case("gpt2", shard=2, micro_batches=2),
     Case("llama", shard=2, knobs=(("activations", "full"), ("reshard_after_forward", False))),
     Case("qwen3", knobs=(("activations", {"checkpoint": {"*.mlp": "full", "*.self_attn": "selective"}}),)),
 ]
@@ -40,6 +39,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.slow
 def test_what_stays_unsharded_trains_like_one_process() -> None:
     assert_like_one_process(KEPT, 4)
 
@@ -91,6 +91,7 @@ def test_an_encoder_and_a_decoder_train_like_one_process() -> None:
     assert_like_one_process([Case("t5"), Case("t5_gated", sequence=False)], 2)
 
 
+@pytest.mark.slow
 def test_adapters_train_like_one_process() -> None:
     """Base layers are frozen; adapters are split as they are. Biases, packed heads, shared heads."""
     pytest.importorskip("peft")

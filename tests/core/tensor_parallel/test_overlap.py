@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from smp_core.tensor_parallel.operators import TensorAxis
@@ -25,6 +26,7 @@ def with_and_without() -> list[tuple[Training, Training]]:
         ColumnInputs.add = add  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_numbers_are_equal_to_the_bit() -> None:
     for case, (seen, plain) in zip(CASES, run_ranks(with_and_without, 2)[0], strict=True):
         assert differences(seen, plain, 0.0) == [], case
