@@ -42,6 +42,7 @@ from smp_core.dry_run.without_values import (
     noted,
     real_meshes,
     told_by_stages,
+    trials_apart,
     undivided,
 )
 from smp_core.engine import ParallelModel, mesh_of, parallelize_model
@@ -198,7 +199,7 @@ def _as_first_of(
 def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
     hardware, allocated = question.hardware, dict[int, str]()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with at_once(), undivided(), real_meshes(), devices_attention(), noted(allocated), scores_kept():
+    with at_once(), undivided(), real_meshes(), trials_apart(), devices_attention(), noted(allocated), scores_kept():
         with fake:
             torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
             source = build(question.model, question.sequence, question.fields)
