@@ -40,7 +40,8 @@ def drawn(seed: int) -> Case:
     data = world // tensor
     knobs: dict[str, Any] = {"shard_degree": draw.choice([degree for degree in (1, 2, 4) if data % degree == 0])}
     if tensor > 1:
-        plan = {**PLAN, "sequence_parallel": draw.random() < 0.5}
+        # Nodes have two ranks.
+        plan = {**PLAN, "sequence_parallel": draw.random() < 0.5, "across_nodes": tensor > 2}
         knobs |= {"tensor_parallel_degree": tensor, "tensor_parallel": plan}
     batch = data * draw.randint(1, 3)
     return Case(world, knobs, batch, batch * draw.randint(1, 3), draw.randint(1, 9))

@@ -218,7 +218,8 @@ def drawn(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
     data = ranks // tensor // stages
     knobs: dict[str, Any] = {"shard_degree": draw.choice([degree for degree in (1, 2, 4) if data % degree == 0])}
     if tensor > 1:
-        knobs |= {"tensor_parallel_degree": tensor, "tensor_parallel": PLAN}
+        across = {"across_nodes": True} if tensor == 4 else {}  # nodes have two ranks
+        knobs |= {"tensor_parallel_degree": tensor, "tensor_parallel": {**PLAN, **across}}
     losses = ["contrastive", "weighted", "mean"]
     if stages > 1:
         knobs |= {"pipeline_parallel_degree": stages, "pipeline": {"microbatches": 2}}
