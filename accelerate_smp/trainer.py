@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainingArguments
-from transformers import trainer as trainer_module
+from transformers import Trainer, TrainingArguments, trainer as trainer_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 

@@ -31,13 +31,13 @@ from smp_core.checkpoint.untrusted import (
     EXTRA,
     HEADER_BYTES,
     MANIFEST_BYTES,
+    CheckpointError as CheckpointError,
     Fields,
     file_name,
     is_plain,
     only_checkpoint_errors,
     read_json,
 )
-from smp_core.checkpoint.untrusted import CheckpointError as CheckpointError
 
 FORMAT = "torch-smp-checkpoint"
 VERSION = 2  # of manifests; 1 had no sequence
