@@ -19,8 +19,11 @@ if TYPE_CHECKING:
         part_of_mean as part_of_mean,
         try_call as try_call,
     )
-    from smp_core.context_parallel.batch import BatchLayout as BatchLayout, ContextParallel as ContextParallel
-    from smp_core.context_parallel.build import share_sequences as share_sequences
+    from smp_core.context_parallel.batch import (
+        BatchLayout as BatchLayout,
+        ContextParallel as ContextParallel,
+        share_sequences as share_sequences,
+    )
     from smp_core.context_parallel.chunked_loss import IGNORED as IGNORED
     from smp_core.context_parallel.chunked_models import (
         chunk_losses as chunk_losses,

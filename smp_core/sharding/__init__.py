@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from smp_core.sharding.fsdp_options import apply_fsdp_options as apply_fsdp_options
     from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
     from smp_core.sharding.given_rules import settle_given as settle_given
-    from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors as compute_with_unsharded_tensors
+    from smp_core.sharding.mixed_operands import (
+        compute_with_unsharded_tensors as compute_with_unsharded_tensors,
+        reduce_scalars as reduce_scalars,
+    )
     from smp_core.sharding.pickling import is_a_part as is_a_part, refuse_to_pickle_shards as refuse_to_pickle_shards
     from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
-    from smp_core.sharding.scalars import reduce_scalars as reduce_scalars
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

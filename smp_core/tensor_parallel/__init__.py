@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         require_known_combination as require_known_combination,
         require_tensor_degree as require_tensor_degree,
     )
-    from smp_core.tensor_parallel.split_model import SplitModel as SplitModel
-    from smp_core.tensor_parallel.whole_gradients import WholeGradients as WholeGradients
+    from smp_core.tensor_parallel.split_model import SplitModel as SplitModel, WholeGradients as WholeGradients
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

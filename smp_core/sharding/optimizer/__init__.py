@@ -25,7 +25,10 @@ if TYPE_CHECKING:
         register_elementwise as register_elementwise,
         register_tensorwise as register_tensorwise,
     )
-    from smp_core.sharding.optimizer.prepared import prepare_optimizer as prepare_optimizer
+    from smp_core.sharding.optimizer.prepared import (
+        drop_with_zero_grad as drop_with_zero_grad,
+        prepare_optimizer as prepare_optimizer,
+    )
     from smp_core.sharding.optimizer.shards import (
         FlatShard as FlatShard,
         WorldSharding as WorldSharding,
@@ -33,6 +36,5 @@ if TYPE_CHECKING:
         local_of as local_of,
         master_dtype as master_dtype,
     )
-    from smp_core.sharding.optimizer.zero_grad import drop_with_zero_grad as drop_with_zero_grad
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -13,8 +13,10 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.sharding.weights.cast_parameters import CastParameters as CastParameters
     from smp_core.sharding.weights.delayed_init import materialize as materialize
-    from smp_core.sharding.weights.load_state_dict import load_own_parts as load_own_parts
-    from smp_core.sharding.weights.own_parts import load_full_state as load_full_state
+    from smp_core.sharding.weights.load_state_dict import (
+        load_full_state as load_full_state,
+        load_own_parts as load_own_parts,
+    )
     from smp_core.sharding.weights.random_values import draw_whole_tensors as draw_whole_tensors
     from smp_core.sharding.weights.rank_0 import (
         broadcast_from_rank_0 as broadcast_from_rank_0,
