@@ -23,7 +23,7 @@ from smp_core.observe import PARTS
 from smp_core.outside import console, number, numbers, write_new
 from smp_core.plan import svg_picture
 from smp_core.report.charts import Charts, Points
-from smp_core.report.verdict import verdict
+from smp_core.report.verdict import STALLS, verdict
 from smp_core.run_log import Run, objects, texts
 from smp_core.topology import Topology
 
@@ -341,10 +341,12 @@ def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         rows = []
         for line in run.checkpoints[-_MOST_ROWS:]:
-            stall = number(line.get("stall_seconds"))
-            cells = [None if stall is None else Cell(stall), "behind training" if line.get("behind") else "waited for"]
-            rows.append((f"step {number(line.get('step')) or 0:,.0f}", [*cells, str(line.get("path"))]))
-        table = Table("saves", ["save", "seconds that training waited", "written", "to"], rows)
+            stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
+            cells: list[Any] = [None if stall is None else Cell(stall) for stall in stalls]
+            cells += ["behind training" if line.get("behind") else "waited for", str(line.get("path"))]
+            rows.append((f"step {number(line.get('step')) or 0:,.0f}", cells))
+        heads = ["save", "seconds that training waited", *STALLS.values(), "written", "to"]
+        table = Table("saves", heads, rows)
         found.append(Section(f"Checkpoints{_of(run, runs)}", [table]))
     return found
 
