@@ -21,8 +21,8 @@ _WHEN_ASKED_FOR = {
     "SmpTrainer": "accelerate_smp.trainer",
     "SmpTrainerMixin": "accelerate_smp.trainer",
     "SmpMonitorCallback": "accelerate_smp.callbacks",
-    "SmpCheckpointCallback": "accelerate_smp.saving",
-    "Fp8MonitorCallback": "accelerate_smp.fp8_monitor",
+    "SmpCheckpointCallback": "accelerate_smp.callbacks",
+    "Fp8MonitorCallback": "accelerate_smp.callbacks",
 }
 
 

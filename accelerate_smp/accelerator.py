@@ -31,16 +31,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_smp.compiled import compiled_already
 from accelerate_smp.config import (
@@ -56,24 +60,61 @@ from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.full_weights import FullWeightsAccelerator, save_full
 from accelerate_smp.gradients import GradientsAccelerator
 from accelerate_smp.handle import attach, parallel_of
+from accelerate_smp.memory import StatesInMemoryAccelerator
 from accelerate_smp.parallelism import SmpParallelism
-from accelerate_smp.preemption import PreemptibleAccelerator
-from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
-from accelerate_smp.unprepared import is_prepared, watch_for_unprepared
 from smp_core.cluster import DATA, SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
 from smp_core.entry import build_mesh
 from smp_core.outside import console
+from smp_core.sharding import of_replaced
 from smp_core.sharding.optimizer import ShardedGradScaler, settle_nonfinite
 from smp_core.topology import Topology
 from smp_core.torch_facts import after_each_step
-from smp_core.watch import RankWatch, stop_watching, synchronize_metrics, watch_ranks
+from smp_core.watch import Preemption, RankWatch, stop_watching, synchronize_metrics, watch_ranks
 
 logger = logging.getLogger("smp")
+
+
+class PreemptibleAccelerator(StatesInMemoryAccelerator):
+    """An Accelerator that takes notices of the job's end, once a loop asks for them: every rank hears of it after the
+    same step, saves and leaves."""
+
+    _preemption: Preemption | None = None
+
+    @property
+    def preemption(self) -> Preemption:
+        """The notices to all ranks; made, and its signals taken, when it is first asked for. Collective then."""
+        if self._preemption is None:
+            self._preemption = Preemption(self.smp_config.checkpoint.preemption_grace_s)
+            self._preemption.install()
+        return self._preemption
+
+    def is_preempted(self) -> bool:
+        """Return whether some rank was told (SIGTERM, SIGUSR1) that the job is about to be ended. Collective.
+
+        Ask after each optimizer step, schedules included. From the first call on signals do not end the process by
+        themselves; where the answer is True, it is so on every rank::
+
+            if accelerator.is_preempted():
+                accelerator.save_state("checkpoints/last")
+                accelerator.leave()
+        """
+        return self.preemption.agreed()
+
+    def leave(self) -> NoReturn:
+        """Wait for the save in flight and end the process with 128 + the signal's number, 143 for SIGTERM. Collective.
+
+        Raises:
+            SystemExit: always.
+            CheckpointError: the save in flight failed.
+        """
+        self.wait_for_save()
+        self.preemption.restore()
+        self.preemption.leave("its state is saved")
 
 
 class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, PreemptibleAccelerator, FullWeightsAccelerator):
@@ -326,7 +367,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return after_step
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a schedule that ends where it ends on one process (:mod:`accelerate_smp.schedules`)."""
+        """Prepare a schedule that ends where it ends on one process (:class:`SmpScheduler`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
         batches = self.num_processes if self.layout is None else self.data_size
@@ -373,3 +414,78 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
         )
     if asked is not None and asked.backend == "nccl" and "nccl" not in backends:  # also when only a timeout was asked
         logger.info("InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s", device.type, backends)
+
+
+_prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_for_unprepared() -> None:
+    """Look at every optimizer's first step from now on, and refuse one that was not prepared with its model.
+
+    Made before the model was sharded it would train nothing: it steps tensors that the model does not use any more and
+    that never receive a gradient. A prepared optimizer has been given the model's present parameters.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_refuse))
+
+
+def is_prepared(optimizer: torch.optim.Optimizer) -> None:
+    """Record that ``optimizer`` has been given the model's present parameters."""
+    _prepared.add(optimizer)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _prepared:
+        return
+    model, n = of_replaced(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if model is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} steps {n} parameters that {model} had before it was sharded, "
+            "which would train nothing; write model, optimizer = accelerator.prepare(model, optimizer), or make the "
+            "optimizer after prepare(model) and prepare it too"
+        )
+
+
+class SmpScheduler(AcceleratedScheduler):
+    """A prepared schedule, which ends where it ends on one process.
+
+    A schedule that is stepped with every batch was counted in batches, before the loader was prepared
+    (`len(loader) * epochs`, as all of Accelerate's examples count). Each optimizer step uses up one such batch for each
+    rank that reads its own samples, so the schedule advances by that many. One that is stepped after several optimizer
+    steps, an epoch or an evaluation, was not counted in batches and advances by one.
+
+    Args:
+        prepared: as Accelerate made it.
+        batches: the batches that one optimizer step uses up, of the size that the unprepared loader has.
+    """
+
+    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
+        self._batches = batches
+        self._optimizer_steps = [0] * len(self.optimizers)
+        for number, optimizer in enumerate(self.optimizers):
+            after_each_step(optimizer.optimizer, self._counter(number))
+
+    def _counter(self, number: int) -> Any:
+        def count() -> None:
+            self._optimizer_steps[number] += 1
+
+        return count
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance by the batches of the last optimizer step.
+
+        The schedule does not advance inside an accumulation window, or after a step that the gradient scaler skipped.
+        """
+        times = 1
+        if self.step_with_optimizer and self.gradient_state.sync_gradients:
+            in_batches = max(self._optimizer_steps, default=0) <= 1
+            if in_batches and not isinstance(self.scheduler, ReduceLROnPlateau):
+                times = self._batches
+            self._optimizer_steps = [0] * len(self.optimizers)
+        for _ in range(times):
+            # The last optimizer step of an epoch may use up fewer batches, and OneCycleLR refuses to go past its end.
+            if times > 1 and self.scheduler.last_epoch >= getattr(self.scheduler, "total_steps", float("inf")):
+                return
+            super().step(*args, **kwargs)

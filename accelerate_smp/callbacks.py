@@ -1,13 +1,16 @@
-"""SmpMonitorCallback: the throughput and memory of training, in the log of transformers' Trainer.
+"""Callbacks of transformers' Trainer: SmpMonitorCallback, SmpCheckpointCallback and Fp8MonitorCallback.
 
-The figures are those of Lightning's SmpMonitor (smp_core.observe.job_figures). A TrainerCallback does not see batches,
-so samples, tokens and FLOPs are counted in hooks around the model's forward. SmpTrainerMixin puts the figures into
-every log entry with a loss, so that they reach the console, ``trainer.state.log_history`` and every logger.
+SmpMonitorCallback measures throughput and memory. The figures are those of Lightning's SmpMonitor
+(smp_core.observe.job_figures). A TrainerCallback does not see batches, so samples, tokens and FLOPs are counted in
+hooks around the model's forward. SmpTrainerMixin puts the figures into every log entry with a loss, so that they reach
+the console, ``trainer.state.log_history`` and every logger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
+from smp_core.checkpoint import SaveSchedule
+from smp_core.fp8 import Fp8Watch
 from smp_core.observe import DrawsTimeline, RunRecord, WatchesMemory, check_peak
 from smp_core.run_log import FILE
 
@@ -195,3 +200,88 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         del self.latest["samples"]  # the Trainer's own log tells the progress
         if self._watch is not None:
             self.latest |= self._watch.latest
+
+
+class SmpCheckpointCallback(TrainerCallback):
+    """Makes Trainer save every so many optimizer steps and when training ends; give ``save_strategy="no"`` with it.
+
+    Args:
+        checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the interval that loses the least time
+            (Daly 2006), from the measured times of steps and saves and the time between failures.
+        mean_time_between_failures: of the whole job, in seconds or as a timedelta: one node's, divided by the number of
+            nodes. Needed for ``"auto"``.
+
+    ``save_total_limit`` says how many stay.
+
+    Raises:
+        CheckpointError: a bad interval, or ``"auto"`` without a time between failures.
+    """
+
+    def __init__(
+        self,
+        checkpoint_interval: int | str = "auto",
+        mean_time_between_failures: float | timedelta | None = None,
+    ) -> None:
+        failures = mean_time_between_failures
+        seconds = failures.total_seconds() if isinstance(failures, timedelta) else failures
+        self.schedule = SaveSchedule(checkpoint_interval, seconds)
+        self._begin: float | None = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.schedule.step() or state.global_step >= state.max_steps:
+            control.should_save = True
+        self._begin = time.perf_counter() if control.should_save else None
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        if self._begin is not None:
+            self._begin = time.perf_counter()  # the time before belongs to the step
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.schedule.saved(0.0 if self._begin is None else time.perf_counter() - self._begin)
+
+
+class Fp8MonitorCallback(TrainerCallback):
+    """A callback that measures, every ``every_n_steps`` optimizer steps, how each FP8 layer's numbers fitted.
+
+    SmpTrainer puts ``fp8/<module>/<figure>`` of the last probed step into the next log entry with a loss, so that they
+    reach the console, ``trainer.state.log_history`` and every logger; a line of JSON goes to ``fp8.jsonl``, which
+    ``smp fp8-report`` draws. Figures: see :meth:`smp_core.fp8.monitoring.Fp8Probe.end`. A probed step is slower, the
+    others are not touched.
+
+    Args:
+        every_n_steps: >= 1.
+        path: the file; default ``fp8.jsonl`` in ``output_dir``.
+        modules: globs over module names that go to Trainer's log; the file gets all.
+
+    Attributes:
+        latest: the figures for the next log entry.
+
+    Raises:
+        ValueError: ``every_n_steps`` below 1; when training starts, a run without FP8.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 100, path: str | Path | None = None, modules: Sequence[str] = ("*",)
+    ) -> None:
+        self._watch = Fp8Watch("Fp8MonitorCallback", every_n_steps, path, modules)
+        self.latest: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        parallel = parallel_of(model)
+        fp8 = None if parallel is None else parallel.fp8
+        self._watch.start(fp8, str(args.output_dir), 'smp_config={"fp8": True}')
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._watch.step_begins(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        shown = self._watch.step_ends(state.global_step, writes=state.is_world_process_zero)
+        self.latest = shown or self.latest
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if "loss" in (logs or {}):
+            self.latest = {}

@@ -46,8 +46,7 @@ from smp_core.checkpoint import (
 )
 from smp_core.checkpoint.memory import MemoryTier
 from smp_core.checkpoint.random_state import random_state
-from smp_core.comm import KEY as REMAINDERS
-from smp_core.comm import load_remainder_state
+from smp_core.comm import KEY as REMAINDERS, load_remainder_state
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import DelayedInit
 from smp_core.torch_facts import uncompiled

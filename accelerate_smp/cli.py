@@ -12,8 +12,7 @@ import typer
 import yaml
 
 from smp_core.cli import findings, table_of
-from smp_core.config import YAML_SECTION, SmpConfig
-from smp_core.config import values as read
+from smp_core.config import YAML_SECTION, SmpConfig, values as read
 from smp_core.outside import OneLineErrors, begin, console
 
 

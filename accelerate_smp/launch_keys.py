@@ -16,8 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from accelerate_smp.config import refuse_fsdp1
-from smp_core.config import YAML_SECTION, SmpConfig
-from smp_core.config import values as read
+from smp_core.config import YAML_SECTION, SmpConfig, values as read
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 # The last three are in files of older versions.

@@ -19,15 +19,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainingArguments
-from transformers import trainer as trainer_module
+from transformers import Trainer, TrainingArguments, trainer as trainer_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
 from accelerate_smp import transformers_names
 from accelerate_smp.accelerator import SmpAccelerator
-from accelerate_smp.callbacks import SmpMonitorCallback
-from accelerate_smp.fp8_monitor import Fp8MonitorCallback
+from accelerate_smp.callbacks import Fp8MonitorCallback, SmpMonitorCallback
 from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin

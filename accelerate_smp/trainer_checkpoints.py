@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerState
-from transformers import trainer as trainer_module
+from transformers import Trainer, TrainerState, trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length
 
 from accelerate_smp import checkpoints

@@ -11,8 +11,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers import trainer as trainer_module
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    trainer as trainer_module,
+)
 from transformers.trainer_callback import ExportableState
 
 from accelerate_smp import checkpoints

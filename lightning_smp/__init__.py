@@ -22,9 +22,8 @@ require("lightning", "lightning_smp")
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_smp.callbacks import SmpMonitor
-from lightning_smp.fp8_monitor import Fp8Monitor
-from lightning_smp.from_folder import read_folders
+from lightning_smp.callbacks import Fp8Monitor, SmpMonitor
+from lightning_smp.loading import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy

@@ -91,14 +91,6 @@ def _dtypes(module: LightningModule) -> dict[str, torch.dtype]:
     return {clean_name(name): tensor.dtype for name, tensor in named}
 
 
-def _back_to_stock(callback: Any, trainer: Trainer) -> bool:
-    """Restore the callback's own class if it came to a Trainer with another strategy; return whether it did."""
-    if isinstance(trainer.strategy, SteppingStrategy):
-        return False
-    callback.__class__ = callback.stock
-    return True
-
-
 def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
     """Load an average in the middle of a run, where the learning rate finder restores the state from before its
     trial.
@@ -110,22 +102,29 @@ def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
         _load_average(callback, strategy.loading)
 
 
-class _Weight(WeightAveraging):
+class _OverShards:
+    """The begin of a fit with an average over shards, for both of Lightning's callbacks."""
+
+    saved: Mapping[str, Any] | None = None
+    """A checkpoint's average that is to be loaded."""
+    _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
+    _average_model: Any
+
+    def setup(self: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the average of an earlier fit; with another strategy become Lightning's own callback again."""
+        if isinstance(trainer.strategy, SteppingStrategy):
+            self._average_model = None
+            self._built_in = _dtypes(pl_module)
+        else:
+            self.__class__ = self.stock
+            self.setup(trainer, pl_module, stage)
+
+
+class _Weight(_OverShards, WeightAveraging):
     """A ``WeightAveraging`` over shards."""
 
     _average_model: ShardedAverage | None
-    saved: Mapping[str, Any] | None = None
-    """A checkpoint's average that is to be loaded."""
     _saved_count = 0
-    _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if _back_to_stock(self, trainer):
-            self.setup(trainer, pl_module, stage)
-        else:
-            self._average_model = None  # of an earlier fit
-            self._built_in = _dtypes(pl_module)
 
     def make_average(self, parallel: ParallelModel) -> None:
         device = None if self._device is None else torch.device(self._device)
@@ -179,20 +178,8 @@ class _WholeModel(ShardedAverage):
         return self.weights()
 
 
-class _Stochastic(StochasticWeightAveraging):
+class _Stochastic(_OverShards, StochasticWeightAveraging):
     """A ``StochasticWeightAveraging`` over shards."""
-
-    saved: Mapping[str, Any] | None = None
-    """A checkpoint's average that is to be loaded."""
-    _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if _back_to_stock(self, trainer):
-            self.setup(trainer, pl_module, stage)
-        else:
-            self._average_model = None
-            self._built_in = _dtypes(pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

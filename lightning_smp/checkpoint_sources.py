@@ -32,8 +32,7 @@ from smp_core.checkpoint import (
     read_rest,
     stepped_parameters,
 )
-from smp_core.comm import KEY as REMAINDERS
-from smp_core.comm import load_remainder_state
+from smp_core.comm import KEY as REMAINDERS, load_remainder_state
 from smp_core.engine import ParallelModel
 
 logger = logging.getLogger("smp")

@@ -11,15 +11,19 @@ Lightning restores in this order, under this strategy as under DDP:
 
 Values that no hook has looked at are streamed, each rank its shards. Values that a hook has looked at are unsharded, in
 host memory, and rank 0's edits count, as they do under DDP.
+
+``load_from_checkpoint`` of LightningModules and data modules reads folders too, by way of a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +48,13 @@ from smp_core.checkpoint import (
     Ranks,
     Unread,
     as_it_lies,
+    consolidate,
     find_checkpoints,
+    is_checkpoint,
     open_first_undamaged,
     resumed_random_state,
 )
+from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.foreign import check_torch_file, step_of_file
 from smp_core.engine import ParallelModel, fill
 from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
@@ -316,3 +323,45 @@ def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:
             "them, leave ckpt_path out and use YourModule.load_from_checkpoint on an ordinary .ckpt; `smp checkpoint "
             f"consolidate {path} weights.ckpt` makes one of a folder"
         )
+
+
+class LoadFromCheckpoint:
+    """A replacement of Lightning's classmethod ``load_from_checkpoint``, which reads one file; it makes such a file of
+    a folder.
+
+    Args:
+        stock: Lightning's own, as it stands in the class.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        load = self.stock.__get__(instance, owner)
+
+        @functools.wraps(load)
+        def load_from_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+            with _as_file(checkpoint_path) as file:
+                return load(file, *args, **kwargs)
+
+        return load_from_checkpoint
+
+
+def read_folders(kind: type) -> None:
+    """Let ``kind.load_from_checkpoint`` and its subclasses' read folders."""
+    stock = vars(kind)["load_from_checkpoint"]
+    if not isinstance(stock, LoadFromCheckpoint):
+        kind.load_from_checkpoint = LoadFromCheckpoint(stock)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _as_file(path: Any) -> Iterator[Any]:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    stored = is_address(text) and not text.startswith("http") and is_checkpoint(text)
+    if not os.path.isdir(text) and not stored:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "whole.ckpt")
+        consolidate(text, file)
+        yield file

@@ -15,7 +15,7 @@ from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import Rows
 from smp_core.context_parallel import kernels
 from smp_core.context_parallel.attention import attention
-from smp_core.context_parallel.fastest import Kernel
+from smp_core.context_parallel.fastest import Kernel, Masks
 from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.sequence_plan import SequencePlan
 
@@ -53,16 +53,16 @@ def _against_plain(on: Device, name: str, dtype: torch.dtype, kernel: str) -> di
     queries, keys = (sum(each) for each in zip(*segments, strict=True))
     shapes = ((2, queries, heads, d), (2, keys, groups, d), (2, keys, groups, e), (2, queries, heads, e))
     q, k, v, grad = (torch.randn(shape, device=on.device, dtype=dtype) for shape in shapes)
-    taken = {each.name: each for each in kernels.kernels_for(q, k, v, segments, causal, window)}
+    masks = Masks(segments, d**-0.5, causal, window)
+    taken = {each.name: each for each in kernels.kernels_for(q, k, v, masks)}
     if kernel not in taken:
         raise NotHere(f"{kernel} does not take it")
 
     def both_ways(kernel: Kernel, *tensors: torch.Tensor) -> list[torch.Tensor]:
         q, k, v, grad = tensors
-        options: dict[str, Any] = {"scale": d**-0.5, "causal": causal, "window": window}
         with mock.patch.object(kernels, "kernels_for", lambda *_: (kernel,)):
-            out, lse = kernels.forward(q, k, v, segments, **options)
-            return [out, lse, *kernels.backward(grad, q, k, v, out, lse, segments, **options)]
+            out, lse = kernels.forward(q, k, v, masks)
+            return [out, lse, *kernels.backward(grad, q, k, v, out, lse, masks)]
 
     results = both_ways(taken[kernel], q, k, v, grad)
     expected = both_ways(kernels.PRODUCTS, *(tensor.double() for tensor in (q, k, v, grad)))

@@ -6,38 +6,21 @@ all the same (selective), and inputs that wait in host memory (offloading, host_
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory, save_activations
-    from smp_core.activations.host_pool import HostPool
-    from smp_core.activations.rules import settle_activations
-    from smp_core.activations.selective import keep_outputs_of, kept_outputs_shown_to
-
-_PLACES = {
-    "ActivationMemory": "activation_memory",
-    "HostPool": "host_pool",
-    "keep_outputs_of": "selective",
-    "kept_outputs_shown_to": "selective",
-    "NO_ACTIVATION_MEMORY_SAVED": "activation_memory",
-    "save_activations": "activation_memory",
-    "settle_activations": "rules",
-}
-
-__all__ = [
-    "ActivationMemory",
-    "HostPool",
-    "keep_outputs_of",
-    "kept_outputs_shown_to",
-    "NO_ACTIVATION_MEMORY_SAVED",
-    "save_activations",
-    "settle_activations",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.activations.activation_memory import (
+        NO_ACTIVATION_MEMORY_SAVED as NO_ACTIVATION_MEMORY_SAVED,
+        ActivationMemory as ActivationMemory,
+        save_activations as save_activations,
+    )
+    from smp_core.activations.host_pool import HostPool as HostPool
+    from smp_core.activations.rules import settle_activations as settle_activations
+    from smp_core.activations.selective import (
+        keep_outputs_of as keep_outputs_of,
+        kept_outputs_shown_to as kept_outputs_shown_to,
+    )
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -42,7 +42,9 @@ class AsyncCheckpointer:
             default group's collectives, so that a lost rank is noticed as soon as anywhere.
 
     Attributes:
-        stall_seconds: the time for which the last :meth:`save` kept training waiting, for the save before it too.
+        stalls: what the last save has kept training waiting for, in seconds: ``seconds_save_before``, the end of the
+            save before it; ``seconds_copying`` the state; ``seconds_agreeing`` in :meth:`settle`, since the call of the
+            save before, whether that one had ended on all ranks.
     """
 
     def __init__(
@@ -65,8 +67,14 @@ class AsyncCheckpointer:
         self._deferred: list[tuple[str, Callable[[], object]]] = []
         self._pending = False  # from the start of a save until it has committed, or its error was raised
         self._lock = threading.Lock()
-        self.stall_seconds = 0.0
+        self.stalls = {"seconds_save_before": 0.0, "seconds_copying": 0.0, "seconds_agreeing": 0.0}
+        self._agreeing = 0.0
         atexit.register(_finish_at_exit, weakref.ref(self))
+
+    @property
+    def stall_seconds(self) -> float:
+        """The time for which the last save kept training waiting, in all."""
+        return sum(self.stalls.values())
 
     def save(
         self,
@@ -89,6 +97,7 @@ class AsyncCheckpointer:
         """
         begin = time.perf_counter()
         self.wait()
+        before_is_over = time.perf_counter()
         options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
         staged: Staged | None = None
         problem: Exception | None = None
@@ -101,8 +110,13 @@ class AsyncCheckpointer:
             target=self._write, args=(os.fspath(path), staged, problem, options), name="smp-checkpoint", daemon=True
         )  # a daemon: one that waits for a lost rank must not keep its process; the end of a process waits below
         self._thread.start()
-        self.stall_seconds = time.perf_counter() - begin
-        note("checkpoint", path=os.fspath(path), stall_seconds=self.stall_seconds, behind=True)
+        self.stalls = {
+            "seconds_save_before": before_is_over - begin,
+            "seconds_copying": time.perf_counter() - before_is_over,
+            "seconds_agreeing": self._agreeing,
+        }
+        self._agreeing = 0.0
+        note("checkpoint", path=os.fspath(path), stall_seconds=self.stall_seconds, **self.stalls, behind=True)
 
     def _write(self, path: str, staged: Staged | None, problem: Exception | None, options: SaveOptions) -> None:
         def staged_here() -> Staged:
@@ -152,9 +166,11 @@ class AsyncCheckpointer:
             return
         ended = not self._thread.is_alive()
         if self._status_group is not None:
+            begin = time.perf_counter()
             everywhere = torch.tensor(int(ended))
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._status_group)
             ended = bool(everywhere)
+            self._agreeing += time.perf_counter() - begin
         if ended:
             self.wait()
 

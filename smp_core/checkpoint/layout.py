@@ -31,20 +31,18 @@ from smp_core.checkpoint.untrusted import (
     EXTRA,
     HEADER_BYTES,
     MANIFEST_BYTES,
+    CheckpointError as CheckpointError,
     Fields,
     file_name,
     is_plain,
     only_checkpoint_errors,
     read_json,
 )
-from smp_core.checkpoint.untrusted import CheckpointError as CheckpointError
 
 FORMAT = "torch-smp-checkpoint"
-VERSION = 2  # of manifests; 1 had no sequence
-READ_VERSIONS = (1, 2)
+VERSION = 2
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
-PREVIOUS_PREFIX = ".prev-"
 DIGESTS = ("xxh3", "sha256")
 
 
@@ -127,7 +125,7 @@ class Index:
         tensors: name -> record.
         aliases: name -> name of the tensor that shares its storage.
         alias_paths: name of an alias -> its path in the saved state.
-        blocks: tensor file -> digests of its blocks, one behind the other; empty in checkpoints of version 1.
+        blocks: tensor file -> digests of its blocks, one behind the other; empty for a state in memory.
         block_bytes: bytes of a block.
     """
 
@@ -195,9 +193,7 @@ class Index:
             paths[name] = path_from_json(alias.get("path", list))
             if aliases[name] not in tensors or name in tensors:
                 raise CheckpointError(f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none")
-        if "blocks" not in data:
-            return cls(tensors, aliases, paths)
-        blocks = Fields(data["blocks"], where)
+        blocks = Fields(top.get("blocks", dict), where)
         return cls(tensors, aliases, paths, blocks.text_map("files"), blocks.count("bytes", most=1 << 28, least=1))
 
 
@@ -269,7 +265,7 @@ class Manifest:
         index, rest, rest_pt, rest_pickle: names of these files (the last two may be absent).
         pickled: where in the state the values in ``rest_pickle`` stand; only saved with ``allow_pickle=True``.
         extra: name -> file of the files stored along.
-        sequence: higher than those of the checkpoints that lay beside it when it was saved; 0 in version 1.
+        sequence: higher than those of the checkpoints that lay beside it when it was saved.
     """
 
     id: str
@@ -292,7 +288,7 @@ class Manifest:
     @property
     def age(self) -> tuple[int, int, str]:
         """The order of checkpoints in a folder, by what does not depend on clocks where there is anything else."""
-        return self.sequence, (self.step or 0) if self.sequence else 0, self.created
+        return self.sequence, self.step or 0, self.created
 
     @property
     def total_bytes(self) -> int:
@@ -310,14 +306,14 @@ class Manifest:
         """Parse and check the file's content.
 
         Raises:
-            CheckpointError: not JSON, not of this format, of a later version, or changed since it was written.
+            CheckpointError: not JSON, not of this format and version, or changed since it was written.
         """
         content = read_json(data, where, MANIFEST_BYTES)
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT} folder")
-        if content.get("version") not in READ_VERSIONS:
+        if content.get("version") != VERSION:
             raise CheckpointError(
-                f"{where} has format version {content.get('version')!r}; this torch-smp reads versions to {VERSION}: "
+                f"{where} has format version {content.get('version')!r}; this torch-smp reads version {VERSION}: "
                 "install the version that wrote it (see 'versions' in the file)"
             )
         expected = content.pop("manifest_digest", None)
@@ -349,7 +345,7 @@ def _check_facts(manifest: Fields) -> None:
     if not re.fullmatch(r"[0-9A-Za-z-]{1,80}", manifest.text("id")):
         raise CheckpointError(f"{manifest.where} is damaged: id {content['id']!r}")
     manifest.text("created"), manifest.ranks("world_size"), manifest.text_map("versions")
-    manifest.count("sequence", most=1 << 62) if "sequence" in content else None
+    manifest.count("sequence", most=1 << 62)
     metadata = manifest.get("metadata", dict)
     wrong = [key for key in ("module_prefix", "model_key") if not isinstance(metadata.get(key, ""), (str, type(None)))]
     if wrong or not isinstance(content.get("step"), (int, type(None))):

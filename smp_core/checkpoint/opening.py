@@ -18,7 +18,6 @@ from smp_core.checkpoint.foreign.torch_file import check_torch_content
 from smp_core.checkpoint.layout import (
     FORMAT,
     MANIFEST,
-    PREVIOUS_PREFIX,
     TEMPORARY_PREFIX,
     CheckpointError,
     Index,
@@ -178,7 +177,7 @@ def _refusal(folder: Folder, path: str) -> CheckpointError:
     if text is not None:
         return CheckpointError(f"{path} is not a torch-smp checkpoint but {text}")
     own = [name for name in names if name.startswith(("tensors-", "index", "rest"))]
-    if own or os.path.basename(path).startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
+    if own or os.path.basename(path).startswith(TEMPORARY_PREFIX):
         return CheckpointError(
             f"{path} is half a checkpoint: {MANIFEST} is missing, so the save did not finish or the file was lost. "
             "Use an earlier checkpoint (`smp checkpoint list` shows those that are whole)"

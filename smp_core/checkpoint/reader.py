@@ -69,7 +69,7 @@ def load_checkpoint(
         only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and values keep what they have.
         process_group: the ranks that load together; None: all.
         verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
-            digests before, when an interrupted save lies alongside the folder or an earlier version wrote it.
+            digests before, when an interrupted save lies alongside the folder.
         allow_dtype_cast: convert where the saved dtype differs, instead of refusing.
         allow_pickle: read values that were saved with ``allow_pickle=True``. This runs code from the file.
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from smp_core.checkpoint.folders.addresses import is_address, local_path, open_folder, remove_checkpoint
 from smp_core.checkpoint.folders.file_system import fsync_directory, new_save_id
-from smp_core.checkpoint.folders.leftovers import own_name
 from smp_core.checkpoint.foreign.torch_file import check_torch_file
-from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
+from smp_core.checkpoint.layout import MANIFEST, TEMPORARY_PREFIX, CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.untrusted import NoSuchFolder, is_plain
@@ -60,11 +59,8 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False, ins
         CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
     found: list[tuple[tuple[int, int, str], str]] = []
-    entries = list_entries(root)
-    # A checkpoint that an interrupted overwrite moved aside is read under its own name (local_folder.LocalFolder).
-    moved = {own_name(entry) for entry in entries if entry.startswith(PREVIOUS_PREFIX)}
-    for name in sorted(moved.union(entries)):
-        if name.startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
+    for name in sorted(list_entries(root)):
+        if name.startswith(TEMPORARY_PREFIX):
             continue
         address = join(root, f"{name}/{inside}" if inside else name)
         try:

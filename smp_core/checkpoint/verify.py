@@ -22,7 +22,7 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
     Args:
         path: checkpoint folder or address.
         verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
-            digests before, when an interrupted save lies alongside the folder or an earlier version wrote it.
+            digests before, when an interrupted save lies alongside the folder.
         ranks: the ranks that check together.
         what: how the message of an error begins.
 

@@ -6,22 +6,17 @@ when the command is asked for: torch takes longer to import than `smp report` to
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from smp_core.cli.cli import application, main
+from smp_core import lazy_exports
+from smp_core.cli.cli import application
 
 if TYPE_CHECKING:
-    from smp_core.cli.doctor import findings, table_of
+    from smp_core.cli.cli import application as application, main as main
+    from smp_core.cli.doctor import findings as findings, table_of as table_of
+else:
+    _export, __all__ = lazy_exports(__name__, __file__)
 
-__all__ = ["application", "findings", "main", "table_of"]
-
-
-def __getattr__(name: str) -> Any:
-    """Make ``app``, the application of all commands, or import what needs torch, when it is asked for."""
-    if name in ("findings", "table_of"):
-        return getattr(import_module("smp_core.cli.doctor"), name)
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()["app"] = application()
-    return globals()["app"]
+    def __getattr__(name: str) -> Any:
+        """Make ``app``, the application of all commands, when it is asked for."""
+        return application() if name == "app" else _export(name)

@@ -17,8 +17,8 @@ _COMMANDS = {
     "plan": "smp_core.planner.commands",
     "topology": "smp_core.cli.topology_command",
     "doctor": "smp_core.cli.doctor",
-    "report": "smp_core.report.commands",
-    "fp8-report": "smp_core.fp8.commands",
+    "report": "smp_core.report.page",
+    "fp8-report": "smp_core.fp8.monitoring",
     "memory-report": "smp_core.observe.memory_log",
 }
 """The modules of the commands, each with a function of its command's name, or an application `app`."""

@@ -6,87 +6,35 @@ agreement checks that all ranks were given the same. (Which rank sits on which n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.cluster.agreement import agreed, of_all_ranks, of_rank_0
-    from smp_core.cluster.launch import LaunchEnvironment, launch_environment
-    from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks
-    from smp_core.cluster.links import (
-        KINDS,
-        LINKS_VARIABLE,
-        PLACES,
-        Collectives,
-        Kind,
-        LinkFit,
-        Links,
-        Place,
-        gather_seconds,
-        reduce_seconds,
-        replica_sum_seconds,
-        ring_bytes,
-        rounds,
+    from smp_core.cluster.agreement import agreed as agreed, of_all_ranks as of_all_ranks, of_rank_0 as of_rank_0
+    from smp_core.cluster.launch import LaunchEnvironment as LaunchEnvironment, launch_environment as launch_environment
+    from smp_core.cluster.layout import (
+        DATA as DATA,
+        GRADIENTS as GRADIENTS,
+        PARTITION as PARTITION,
+        Layout as Layout,
+        Ranks as Ranks,
     )
-    from smp_core.cluster.mesh import SmpMesh
-
-_PLACES = {
-    "agreed": "agreement",
-    "Collectives": "links",
-    "DATA": "layout",
-    "gather_seconds": "links",
-    "GRADIENTS": "layout",
-    "Kind": "links",
-    "KINDS": "links",
-    "launch_environment": "launch",
-    "LaunchEnvironment": "launch",
-    "Layout": "layout",
-    "LinkFit": "links",
-    "Links": "links",
-    "LINKS_VARIABLE": "links",
-    "of_all_ranks": "agreement",
-    "of_rank_0": "agreement",
-    "PARTITION": "layout",
-    "Place": "links",
-    "PLACES": "links",
-    "Ranks": "layout",
-    "reduce_seconds": "links",
-    "replica_sum_seconds": "links",
-    "ring_bytes": "links",
-    "rounds": "links",
-    "SmpMesh": "mesh",
-}
-
-__all__ = [
-    "agreed",
-    "Collectives",
-    "DATA",
-    "gather_seconds",
-    "GRADIENTS",
-    "Kind",
-    "KINDS",
-    "launch_environment",
-    "LaunchEnvironment",
-    "Layout",
-    "LinkFit",
-    "Links",
-    "LINKS_VARIABLE",
-    "of_all_ranks",
-    "of_rank_0",
-    "PARTITION",
-    "Place",
-    "PLACES",
-    "Ranks",
-    "reduce_seconds",
-    "replica_sum_seconds",
-    "ring_bytes",
-    "rounds",
-    "SmpMesh",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.cluster.links import (
+        KINDS as KINDS,
+        LINKS_VARIABLE as LINKS_VARIABLE,
+        PLACES as PLACES,
+        Collectives as Collectives,
+        Kind as Kind,
+        LinkFit as LinkFit,
+        Links as Links,
+        Place as Place,
+        gather_seconds as gather_seconds,
+        reduce_seconds as reduce_seconds,
+        replica_sum_seconds as replica_sum_seconds,
+        ring_bytes as ring_bytes,
+        rounds as rounds,
+    )
+    from smp_core.cluster.mesh import SmpMesh as SmpMesh
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -6,27 +6,11 @@ kernel each way (triton_codec).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.codecs.codec import ALIGN, Codec, CodeName
-
-_PLACES = {
-    "ALIGN": "codec",
-    "Codec": "codec",
-    "CodeName": "codec",
-}
-
-__all__ = [
-    "ALIGN",
-    "Codec",
-    "CodeName",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.codecs.codec import ALIGN as ALIGN, Codec as Codec, CodeName as CodeName
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

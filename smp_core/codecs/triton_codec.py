@@ -22,6 +22,15 @@ _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _places(BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the blocks of this program [ROWS], and the places of their values [ROWS, BLOCK].
+
+    64-bit: a unit may have more than 2^31 elements."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _encode_kernel(  # type: ignore[no-untyped-def]
     values_ptr,
     rest_ptr,
@@ -34,9 +43,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # 64-bit offsets: a unit may have more than 2^31 elements.
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row, at = _places(BLOCK, ROWS)
     inside = at < N
     x = tl.load(values_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if KEEP:
@@ -100,9 +107,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, at = _places(BLOCK, ROWS)
     r = tl.program_id(1).to(tl.int64)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values = _decoded(scales_ptr + r * scales_stride, codes_ptr + r * codes_stride, row, N, KIND, BLOCK, ROWS)
     tl.store(out_ptr + r * out_stride + at, values.to(out_ptr.dtype.element_ty), mask=at < N)
 
@@ -122,8 +128,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row, at = _places(BLOCK, ROWS)
     own = tl.load(own_ptr + at, mask=at < N, other=0.0)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for r in range(R):
@@ -149,11 +154,8 @@ def encode(
         codes,
         values.numel(),
         LIMIT=limit,
-        KIND=_KINDS[name],
         KEEP=rest is not None,
-        BLOCK=block,
-        ROWS=_ROWS,
-        enable_fp_fusion=False,
+        **_options(name, block),
     )
 
 
@@ -169,10 +171,7 @@ def decode(name: str, block: int, payloads_RB: torch.Tensor, out_RN: torch.Tenso
         scales.stride(0),
         codes.stride(0),
         out_RN.stride(0),
-        KIND=_KINDS[name],
-        BLOCK=block,
-        ROWS=_ROWS,
-        enable_fp_fusion=False,
+        **_options(name, block),
     )
 
 
@@ -193,10 +192,7 @@ def sum_rows(
         me,
         scales.stride(0),
         codes.stride(0),
-        KIND=_KINDS[name],
-        BLOCK=block,
-        ROWS=_ROWS,
-        enable_fp_fusion=False,
+        **_options(name, block),
     )
 
 
@@ -208,3 +204,7 @@ def _split(payloads: torch.Tensor, n: int, block: int) -> tuple[torch.Tensor, to
 
 def _grid(n: int, block: int) -> tuple[Any, ...]:
     return (triton.cdiv(n, block * _ROWS),)
+
+
+def _options(name: str, block: int) -> dict[str, Any]:
+    return {"KIND": _KINDS[name], "BLOCK": block, "ROWS": _ROWS, "enable_fp_fusion": False}

@@ -7,90 +7,33 @@ rules settle what is sent and in which form, with measured links (link_rules) wh
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.comm.background import Background, Pending
-    from smp_core.comm.deferred import Deferred
-    from smp_core.comm.exchange import prefers_messages, sum_rows
-    from smp_core.comm.flat import CommObject, FlatAllGather, FlatAllReduce, FlatMaxReduce, FlatReduceScatter
-    from smp_core.comm.issued import IssuedCollectives, first_to_differ
-    from smp_core.comm.link_rules import settle_prefetch, settle_stages
-    from smp_core.comm.measuring import SIZES, TIMEOUT, measure
-    from smp_core.comm.meter import LINK_CLASSES, CommMeter, LinkClass
-    from smp_core.comm.remainder_state import KEY, load_remainder_state
-    from smp_core.comm.replica_hop import ReplicaHop
-    from smp_core.comm.rules import settle_compression, settle_gathering, settle_head_groups, settle_optimizer_shard
-    from smp_core.comm.traffic import Route, Traffic
-
-_PLACES = {
-    "Background": "background",
-    "CommMeter": "meter",
-    "CommObject": "flat",
-    "Deferred": "deferred",
-    "first_to_differ": "issued",
-    "FlatAllGather": "flat",
-    "FlatAllReduce": "flat",
-    "FlatMaxReduce": "flat",
-    "FlatReduceScatter": "flat",
-    "IssuedCollectives": "issued",
-    "KEY": "remainder_state",
-    "LINK_CLASSES": "meter",
-    "LinkClass": "meter",
-    "load_remainder_state": "remainder_state",
-    "measure": "measuring",
-    "Pending": "background",
-    "prefers_messages": "exchange",
-    "ReplicaHop": "replica_hop",
-    "Route": "traffic",
-    "settle_compression": "rules",
-    "settle_gathering": "rules",
-    "settle_head_groups": "rules",
-    "settle_optimizer_shard": "rules",
-    "settle_prefetch": "link_rules",
-    "settle_stages": "link_rules",
-    "SIZES": "measuring",
-    "sum_rows": "exchange",
-    "TIMEOUT": "measuring",
-    "Traffic": "traffic",
-}
-
-__all__ = [
-    "Background",
-    "CommMeter",
-    "CommObject",
-    "Deferred",
-    "first_to_differ",
-    "FlatAllGather",
-    "FlatAllReduce",
-    "FlatMaxReduce",
-    "FlatReduceScatter",
-    "IssuedCollectives",
-    "KEY",
-    "LINK_CLASSES",
-    "LinkClass",
-    "load_remainder_state",
-    "measure",
-    "Pending",
-    "prefers_messages",
-    "ReplicaHop",
-    "Route",
-    "settle_compression",
-    "settle_gathering",
-    "settle_head_groups",
-    "settle_optimizer_shard",
-    "settle_prefetch",
-    "settle_stages",
-    "SIZES",
-    "sum_rows",
-    "TIMEOUT",
-    "Traffic",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.comm.background import Background as Background, Pending as Pending
+    from smp_core.comm.deferred import Deferred as Deferred
+    from smp_core.comm.exchange import prefers_messages as prefers_messages, sum_rows as sum_rows
+    from smp_core.comm.flat import (
+        CommObject as CommObject,
+        FlatAllGather as FlatAllGather,
+        FlatAllReduce as FlatAllReduce,
+        FlatMaxReduce as FlatMaxReduce,
+        FlatReduceScatter as FlatReduceScatter,
+    )
+    from smp_core.comm.issued import IssuedCollectives as IssuedCollectives, first_to_differ as first_to_differ
+    from smp_core.comm.link_rules import settle_prefetch as settle_prefetch, settle_stages as settle_stages
+    from smp_core.comm.measuring import SIZES as SIZES, TIMEOUT as TIMEOUT, measure as measure
+    from smp_core.comm.meter import LINK_CLASSES as LINK_CLASSES, CommMeter as CommMeter, LinkClass as LinkClass
+    from smp_core.comm.remainder_state import KEY as KEY, load_remainder_state as load_remainder_state
+    from smp_core.comm.replica_hop import ReplicaHop as ReplicaHop
+    from smp_core.comm.rules import (
+        settle_compression as settle_compression,
+        settle_gathering as settle_gathering,
+        settle_head_groups as settle_head_groups,
+        settle_optimizer_shard as settle_optimizer_shard,
+    )
+    from smp_core.comm.traffic import Route as Route, Traffic as Traffic
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

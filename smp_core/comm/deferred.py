@@ -61,5 +61,13 @@ class Deferred(Work):
         return True
 
 
+def finish_later(finish: Callable[[], None], later: bool) -> Deferred | None:
+    """Return something that runs ``finish`` when it is waited for; without ``later`` run it now, and return None."""
+    if later:
+        return Deferred(finish)
+    finish()
+    return None
+
+
 def _failed_before() -> None:
     raise RuntimeError("this collective failed when it was waited for before: what it was to bring has not come")

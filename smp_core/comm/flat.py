@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.deferred import Deferred
+from smp_core.comm.deferred import Deferred, finish_later
 from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_gather_rows, start_sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.torch_facts import all_gather_single, reduce_scatter_single
@@ -113,10 +113,7 @@ class FlatAllGather(CommObject):
                 for work in works:
                     work.wait()
 
-        if wait_later:
-            return Deferred(finish)
-        finish()
-        return None
+        return finish_later(finish, wait_later)
 
 
 class FlatReduceScatter(CommObject):
@@ -150,10 +147,7 @@ class FlatReduceScatter(CommObject):
             if divisor != 1:
                 output_tensor.div_(divisor)
 
-        if async_op:
-            return Deferred(finish)
-        finish()
-        return None
+        return finish_later(finish, async_op)
 
 
 class FlatAllReduce(CommObject):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.deferred import Deferred
+from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import (
     GATHER,
     REDUCE,
@@ -96,10 +96,7 @@ class HierarchicalAllGather(_TwoStage):
             self._by_collectives(output_MKN, input_tensor)
             return None
         finish = self._by_messages(output_MKN, input_tensor)
-        if self._deferred:
-            return Deferred(finish)
-        finish()
-        return None
+        return finish_later(finish, self._deferred)
 
     def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> Callable[[], None]:
         """Start the stage between nodes; what is returned does the rest."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.codecs import ALIGN, Codec
-from smp_core.comm.deferred import Deferred
+from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
@@ -155,10 +155,7 @@ class QuantizedAllGather(CommObject):
             finish = self._in_one_stage(output_tensor, own, encoded, exact)
         else:
             finish = self._in_two_stages(output_tensor, own, encoded, exact, self._stages)
-        if self._deferred:
-            return Deferred(finish)
-        finish()
-        return None
+        return finish_later(finish, self._deferred)
 
     def _split(self, n: int) -> tuple[list[slice], list[slice]]:
         """Return which elements of a shard are compressed and which are sent exactly."""

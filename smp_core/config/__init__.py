@@ -7,34 +7,32 @@ effect. Nothing here imports torch.
 
 from __future__ import annotations
 
-from smp_core.config.config import SmpConfig
-from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.config.plan_recipes import AutoPlan
-from smp_core.config.recipe import nested
-from smp_core.config.recipes import Activations, Compile, DelayedInit, Overlap, Pipeline, TensorParallel
-from smp_core.config.rules import contradictions
-from smp_core.config.sources import CONFIG_FILE_VARIABLE, YAML_SECTION
-from smp_core.config.table import DEFAULT, as_asked, lines_about_asked, shown, table_as_text
-from smp_core.config.values import nearest_name
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Activations",
-    "as_asked",
-    "AutoPlan",
-    "Compile",
-    "CONFIG_FILE_VARIABLE",
-    "contradictions",
-    "DEFAULT",
-    "DelayedInit",
-    "Fp8Recipe",
-    "lines_about_asked",
-    "nearest_name",
-    "nested",
-    "Overlap",
-    "Pipeline",
-    "shown",
-    "SmpConfig",
-    "table_as_text",
-    "TensorParallel",
-    "YAML_SECTION",
-]
+from smp_core import lazy_exports
+
+if TYPE_CHECKING:
+    from smp_core.config.config import SmpConfig as SmpConfig
+    from smp_core.config.fp8_recipe import Fp8Recipe as Fp8Recipe
+    from smp_core.config.plan_recipes import AutoPlan as AutoPlan
+    from smp_core.config.recipe import nested as nested
+    from smp_core.config.recipes import (
+        Activations as Activations,
+        Compile as Compile,
+        DelayedInit as DelayedInit,
+        Overlap as Overlap,
+        Pipeline as Pipeline,
+        TensorParallel as TensorParallel,
+    )
+    from smp_core.config.rules import contradictions as contradictions
+    from smp_core.config.sources import CONFIG_FILE_VARIABLE as CONFIG_FILE_VARIABLE, YAML_SECTION as YAML_SECTION
+    from smp_core.config.table import (
+        DEFAULT as DEFAULT,
+        as_asked as as_asked,
+        lines_about_asked as lines_about_asked,
+        shown as shown,
+        table_as_text as table_as_text,
+    )
+    from smp_core.config.values import nearest_name as nearest_name
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

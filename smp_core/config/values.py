@@ -155,17 +155,22 @@ def names() -> Reader:
     return read
 
 
+def _from_json(knob: str, value: Any, begin: str, what: str) -> Any:
+    """Return what a text holds that begins like JSON of this kind; other values as they are."""
+    if not isinstance(value, str) or not value.strip().startswith(begin):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise refusal(knob, value, f"{what} ({error})") from None
+
+
 def integers(minimum: int) -> Reader:
     """Return a list of integers of at least `minimum`, not empty, as a tuple; in text a JSON list."""
     one = integer(minimum)
 
     def read(knob: str, value: Any) -> tuple[int, ...]:
-        listed: Any = value
-        if isinstance(value, str) and value.strip().startswith("["):
-            try:
-                listed = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise refusal(knob, value, f"a JSON list of integers ({error})") from None
+        listed = _from_json(knob, value, "[", "a JSON list of integers")
         if not isinstance(listed, (list, tuple)) or not listed:
             raise refusal(knob, value, f"a list of integers of at least {minimum}")
         return tuple(one(f"{knob}[{place}]", item) for place, item in enumerate(listed))
@@ -177,12 +182,7 @@ def mapping(of: Reader) -> Reader:
     """Return a mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
 
     def read(knob: str, value: Any) -> dict[str, Any]:
-        found: Any = value
-        if isinstance(value, str) and value.strip().startswith("{"):
-            try:
-                found = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise refusal(knob, value, f"a JSON object ({error})") from None
+        found = _from_json(knob, value, "{", "a JSON object")
         if not isinstance(found, Mapping) or not found:
             raise refusal(knob, value, "a mapping from names")
         if not all(isinstance(name, str) and name.strip() for name in found):

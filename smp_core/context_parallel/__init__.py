@@ -7,73 +7,32 @@ first call shows whether a model computes over parts of the tokens what it does 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.context_parallel.active import (
-        SplitBatch,
-        active_split,
-        enabled,
-        part_of_mean,
-        positions,
-        try_call,
-        weighted_mean,
+        SplitBatch as SplitBatch,
+        active_split as active_split,
+        enabled as enabled,
+        part_of_mean as part_of_mean,
+        try_call as try_call,
     )
-    from smp_core.context_parallel.batch import BatchLayout, ContextParallel
-    from smp_core.context_parallel.build import share_sequences
-    from smp_core.context_parallel.chunked_loss import IGNORED
-    from smp_core.context_parallel.chunked_models import chunk_losses, loss_only, smoothed
-    from smp_core.context_parallel.documents import labels_within_documents
-    from smp_core.context_parallel.flash import FLASH
-    from smp_core.context_parallel.transformers_models import shifts_labels
-    from smp_core.context_parallel.trial import Trial
-
-_PLACES = {
-    "active_split": "active",
-    "BatchLayout": "batch",
-    "chunk_losses": "chunked_models",
-    "ContextParallel": "batch",
-    "enabled": "active",
-    "FLASH": "flash",
-    "IGNORED": "chunked_loss",
-    "labels_within_documents": "documents",
-    "loss_only": "chunked_models",
-    "part_of_mean": "active",
-    "positions": "active",
-    "share_sequences": "build",
-    "shifts_labels": "transformers_models",
-    "smoothed": "chunked_models",
-    "SplitBatch": "active",
-    "Trial": "trial",
-    "try_call": "active",
-    "weighted_mean": "active",
-}
-
-__all__ = [
-    "active_split",
-    "BatchLayout",
-    "chunk_losses",
-    "ContextParallel",
-    "enabled",
-    "FLASH",
-    "IGNORED",
-    "labels_within_documents",
-    "loss_only",
-    "part_of_mean",
-    "positions",
-    "share_sequences",
-    "shifts_labels",
-    "smoothed",
-    "SplitBatch",
-    "Trial",
-    "try_call",
-    "weighted_mean",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.context_parallel.batch import (
+        BatchLayout as BatchLayout,
+        ContextParallel as ContextParallel,
+        share_sequences as share_sequences,
+    )
+    from smp_core.context_parallel.chunked_loss import IGNORED as IGNORED
+    from smp_core.context_parallel.chunked_models import (
+        chunk_losses as chunk_losses,
+        loss_only as loss_only,
+        smoothed as smoothed,
+    )
+    from smp_core.context_parallel.documents import labels_within_documents as labels_within_documents
+    from smp_core.context_parallel.flash import FLASH as FLASH
+    from smp_core.context_parallel.transformers_models import shifts_labels as shifts_labels
+    from smp_core.context_parallel.trial import Trial as Trial
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

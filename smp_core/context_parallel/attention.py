@@ -29,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from smp_core.activations import keep_outputs_of
 from smp_core.context_parallel import kernels
+from smp_core.context_parallel.fastest import Masks
 from smp_core.context_parallel.key_value_exchange import (
     ContextGroup,
     Pair,
@@ -124,10 +125,7 @@ def attend(
                 q[row, at, mine],
                 pair[0][row, keys],
                 pair[1][row, keys],
-                call.segments,
-                scale=scale,
-                causal=causal,
-                window=window,
+                Masks(call.segments, scale, causal, window),
             )
             out[row, at, mine] = part
             lse[row, mine, at] = part_lse
@@ -190,10 +188,7 @@ def differentiate(
                 pair[1][row, keys],
                 out[row, at, mine],
                 lse[row, mine, at],
-                call.segments,
-                scale=scale,
-                causal=causal,
-                window=window,
+                Masks(call.segments, scale, causal, window),
             )
             sums[0][row, keys] += dk_part
             sums[1][row, keys] += dv_part

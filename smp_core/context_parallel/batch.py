@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
 from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.documents import (
@@ -33,9 +36,11 @@ from smp_core.context_parallel.documents import (
     positions_in_documents,
     positions_of_first_tokens,
 )
-from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
 from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
+from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.context_parallel.trial import Trial
+from smp_core.plan import Plan
 
 # Keys that collators add for kernels that pack documents; position_ids tell the same.
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -382,3 +387,20 @@ def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:
         raise ValueError(f"the batch's sequences differ in length: {lengths}; all that are split have to be alike")
     rows = max(batch[key].movedim(dim, 1).shape[0] for key, dim in dims.items())
     return rows, next(iter(lengths.values()))
+
+
+def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> ContextParallel:
+    """Make the model's attention one over the context ranks, in place.
+
+    Returns:
+        the splitter of batches.
+
+    Raises:
+        ValueError: a Transformers model that would be wrong (see :mod:`smp_core.context_parallel.transformers_models`).
+    """
+    adapt_transformers_models(model)
+    head_groups = int(plan.knobs.collectives.context_head_groups)
+    group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
+    coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
+    trial = Trial(model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None)
+    return ContextParallel(group, mesh.world_group, trial)

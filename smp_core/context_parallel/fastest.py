@@ -25,10 +25,28 @@ import torch.nn.functional as F
 logger = logging.getLogger("smp")
 
 Segments = Sequence[tuple[int, int]]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, or their gradients."""
 # Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
 # gradients twice as much.
 _OUTPUT, _GRADIENTS, _LSE = 4, 8, 1e-3
 _RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradient of values")
+
+
+class Masks(NamedTuple):
+    """What a call asks of a kernel beside its tensors.
+
+    Attributes:
+        segments: queries and keys of each document.
+        scale: factor of the products of queries and keys.
+        causal: whether a query sees the keys up to its own only, aligned at the document's end.
+        window: how many of these it sees, its own included; None: all.
+    """
+
+    segments: Segments
+    scale: float
+    causal: bool
+    window: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +54,18 @@ class Kernel:
     """One way to compute attention.
 
     Attributes:
-        forward: (queries [B, L, H, D], keys [B, M, K, D], values [B, M, K, E], segments, scale, causal, window) ->
-            output [B, L, H, E] and LSE [B, H, L].
-        backward: (gradient, queries, keys, values, output, LSE, segments, scale, causal, window) -> the gradients of
-            queries, keys and values.
-        takes: whether it can be called with (queries, keys, values, segments, causal, window), whatever their head
-            sizes, which are padded.
+        forward: (queries [B, L, H, D], keys [B, M, K, D], values [B, M, K, E], masks) -> output [B, L, H, E] and LSE
+            [B, H, L].
+        backward: (gradient, queries, keys, values, output, LSE, masks) -> the gradients of queries, keys and values.
+        takes: whether it can be called with (queries, keys, values, masks), whatever their head sizes, which are
+            padded.
         multiple: of which the head sizes have to be multiples.
         one_size: whether D and E have to be the same.
     """
 
     name: str
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Tensors]
     takes: Callable[..., bool] = lambda *_: True
     multiple: int = 1
     one_size: bool = False
@@ -91,16 +108,9 @@ class Kind(NamedTuple):
         )
 
 
-def kind_of(
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    segments: Segments,
-    causal: bool,
-    window: int | None,
-    kernels: Sequence[Kernel],
-) -> Kind:
+def kind_of(tensors: Tensors, masks: Masks, kernels: Sequence[Kernel]) -> Kind:
     """Return the kind of a call."""
+    q_BLHD, k_BMKD, v_BMKE = tensors
     queries, keys = (1 << (tensor.shape[1] - 1).bit_length() for tensor in (q_BLHD, k_BMKD))
     return Kind(
         q_BLHD.device,
@@ -110,9 +120,9 @@ def kind_of(
         keys,
         (q_BLHD.shape[2], k_BMKD.shape[2]),
         (q_BLHD.shape[3], v_BMKE.shape[3]),
-        len(segments) > 1,
-        causal,
-        window is not None,
+        len(masks.segments) > 1,
+        masks.causal,
+        masks.window is not None,
         tuple(kernel.name for kernel in kernels),
     )
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from smp_core.context_parallel.fastest import Kernel, Segments
+from smp_core.context_parallel.fastest import Kernel, Masks, Tensors
 from smp_core.torch_facts import streams
 
 logger = logging.getLogger("smp")
@@ -32,21 +32,15 @@ aten = torch.ops.aten
 
 
 def flash_forward(
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKD: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    operators: Any = None,
+    q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKD: torch.Tensor, masks: Masks, operators: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, L, H, D] and the LSE [B, H, L], float32.
 
     Args:
         operators: what has both names; torch's if None.
     """
-    options, attend = _options(scale, window), (operators or aten)._flash_attention_forward
+    segments, causal = masks.segments, masks.causal
+    options, attend = _options(masks), (operators or aten)._flash_attention_forward
     if len(segments) == 1:
         (lengths,) = segments
         out, lse, *_ = attend(q_BLHD, k_BMKD, v_BMKD, None, None, *lengths, 0.0, causal, False, **options)
@@ -67,14 +61,12 @@ def flash_backward(
     v_BMKD: torch.Tensor,
     out_BLHD: torch.Tensor,
     lse_BHL: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    masks: Masks,
     operators: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors:
     """Compute the gradients of queries, keys and values. The kernels need a contiguous LSE."""
-    options, differentiate = _options(scale, window), (operators or aten)._flash_attention_backward
+    segments, causal = masks.segments, masks.causal
+    options, differentiate = _options(masks), (operators or aten)._flash_attention_backward
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BLHD.device), torch.empty(0, device=q_BLHD.device)
     tensors = (grad_BLHD, q_BLHD, k_BMKD, v_BMKD, out_BLHD)
     if len(segments) == 1:
@@ -92,10 +84,10 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _options(scale: float, window: int | None) -> dict[str, Any]:
-    if window is None:
-        return {"scale": scale}
-    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
+def _options(masks: Masks) -> dict[str, Any]:
+    if masks.window is None:
+        return {"scale": masks.scale}
+    return {"scale": masks.scale, "window_size_left": masks.window - 1, "window_size_right": 0}
 
 
 @lru_cache(maxsize=64)

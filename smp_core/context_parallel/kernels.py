@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from smp_core.context_parallel.fastest import FastestKernel, Kernel, Segments, kind_of
+from smp_core.context_parallel.fastest import FastestKernel, Kernel, Masks, Tensors, kind_of
 from smp_core.context_parallel.flash import FLASH, FLASH_3
 from smp_core.context_parallel.start_aligned import CPU, CUDNN, backward_by_document, forward_by_document, hidden
 
@@ -63,10 +63,10 @@ def count_attention_work() -> Iterator[AttentionWork]:
         _counting.remove(work)
 
 
-def _count(name: str, rows: int, heads: int, segments: Segments, causal: bool, window: int | None) -> None:
+def _count(name: str, rows: int, heads: int, masks: Masks) -> None:
     for work in _counting:
         work.calls[name] = work.calls.get(name, 0) + 1
-        work.pairs += rows * heads * sum(visible_pairs(q, k, causal, window) for q, k in segments)
+        work.pairs += rows * heads * sum(visible_pairs(q, k, masks.causal, masks.window) for q, k in masks.segments)
 
 
 def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
@@ -87,14 +87,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernels_for(
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    segments: Segments,
-    causal: bool,
-    window: int | None,
-) -> Sequence[Kernel]:
+def kernels_for(q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks) -> Sequence[Kernel]:
     """Return the kernels that take a call, of which the fastest is to be found where there are several; the first is
     the one that the others are compared with."""
     if q_BLHD.device.type == "cpu":
@@ -105,8 +98,7 @@ def kernels_for(
     if settled or torch.cuda.is_current_stream_capturing():
         return (FLASH,)
     flash = (FLASH, FLASH_3) if torch.backends.cuda.flash_sdp_enabled() else ()
-    call = (q_BLHD, k_BMKD, v_BMKE, segments, causal, window)
-    return tuple(kernel for kernel in (*flash, CUDNN) if kernel.takes(*call)) or (FLASH,)
+    return tuple(k for k in (*flash, CUDNN) if k.takes(q_BLHD, k_BMKD, v_BMKE, masks)) or (FLASH,)
 
 
 def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -121,17 +113,10 @@ FASTEST = FastestKernel()
 
 
 def forward(
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
-    tensors, masks = (q_BLHD, k_BMKD, v_BMKE), (segments, scale, causal, window)
+    tensors = (q_BLHD, k_BMKD, v_BMKE)
     result: tuple[torch.Tensor, torch.Tensor] = _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
     return result
 
@@ -143,34 +128,20 @@ def backward(
     v_BMKE: torch.Tensor,
     out_BLHE: torch.Tensor,
     lse_BHL: torch.Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks: Masks,
+) -> Tensors:
     """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
-    tensors, masks = (q_BLHD, k_BMKD, v_BMKE), (segments, scale, causal, window)
-    results = (grad_BLHE, out_BLHE, lse_BHL)
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _with_a_kernel(
-        tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results)
-    )
+    tensors, results = (q_BLHD, k_BMKD, v_BMKE), (grad_BLHE, out_BLHE, lse_BHL)
+    gradients: Tensors = _with_a_kernel(tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results))
     return gradients
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Masks = tuple[Segments, float, bool, int | None]
-"""Segments, scale, causal, window."""
 
 
 def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]) -> Any:
     """Return ``work(kernel)`` with the fastest of the kernels that take the call, and count it."""
-    segments, _, causal, window = masks
-    call = (*tensors, segments, causal, window)
-    kernels = kernels_for(*call)
+    kernels = kernels_for(*tensors, masks)
 
     def counted(kernel: Kernel) -> Any:
-        _count(kernel.name, len(tensors[0]), tensors[0].shape[2], segments, causal, window)
+        _count(kernel.name, len(tensors[0]), tensors[0].shape[2], masks)
         return work(kernel)
 
     if len(kernels) == 1:
@@ -180,18 +151,18 @@ def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]
         out, lse = _forward(kernel, tensors, masks)
         return out, lse, *_backward(kernel, tensors, masks, out, out, lse)  # any gradient will do
 
-    return FASTEST.run(kind_of(*call, kernels), kernels, both_ways, counted)
+    return FASTEST.run(kind_of(tensors, masks, kernels), kernels, both_ways, counted)
 
 
 def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = kernel.forward(*kernel.padded(*tensors), *masks)
+    out, lse = kernel.forward(*kernel.padded(*tensors), masks)
     return out[..., : tensors[2].shape[-1]], lse
 
 
 def _backward(
     kernel: Kernel, tensors: Tensors, masks: Masks, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> Tensors:
-    gradients = kernel.backward(*kernel.padded(grad, *tensors, out), lse, *masks)
+    gradients = kernel.backward(*kernel.padded(grad, *tensors, out), lse, masks)
     dq, dk, dv = (gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, tensors, strict=True))
     return dq, dk, dv
 
@@ -199,20 +170,16 @@ def _backward(
 # Plain products; heads first: [B, H, L, D]
 
 
-def _math_scores(
-    q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _math_scores(q: torch.Tensor, k: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in the dtype of the LSE."""
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
-    scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * scale
-    return wide, scores.masked_fill(hidden(q, k, window), float("-inf")) if causal else scores
+    scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * masks.scale
+    return wide, scores.masked_fill(hidden(q, k, masks.window), float("-inf")) if masks.causal else scores
 
 
-def _math_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
-    _, scores = _math_scores(q, k, scale, causal, window)
+    _, scores = _math_scores(q, k, masks)
     lse = torch.logsumexp(scores, -1)
     out = torch.exp(scores - lse.unsqueeze(-1)) @ v.to(scores.dtype).unsqueeze(2)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
@@ -225,16 +192,14 @@ def _math_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide, scores = _math_scores(q, k, scale, causal, window)
+    masks: Masks,
+) -> Tensors:
+    wide, scores = _math_scores(q, k, masks)
     groups = (k.shape[1], -1)
     weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
     grad_out = grad.to(scores.dtype).unflatten(1, groups)
     delta = (grad_out * out.to(scores.dtype).unflatten(1, groups)).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_out @ v.to(scores.dtype).unsqueeze(2).transpose(-1, -2) - delta) * scale
+    grad_scores = weights * (grad_out @ v.to(scores.dtype).unsqueeze(2).transpose(-1, -2) - delta) * masks.scale
     dq = (grad_scores @ k.to(scores.dtype).unsqueeze(2)).flatten(1, 2)
     dk = (grad_scores.transpose(-1, -2) @ wide).sum(2)
     dv = (weights.transpose(-1, -2) @ grad_out).sum(2)

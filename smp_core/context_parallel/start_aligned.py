@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from smp_core.context_parallel.fastest import Kernel, Segments
+from smp_core.context_parallel.fastest import Kernel, Masks, Segments, Tensors
 
 aten = torch.ops.aten
 
@@ -35,39 +35,33 @@ def forward_by_document(
     q_BLHD: torch.Tensor,
     k_BMKD: torch.Tensor,
     v_BMKE: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    masks: Masks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one document, heads first."""
     outs, lses = [], []
-    for q, k, v in _by_document(segments, (q_BLHD,), (k_BMKD, v_BMKE)):
-        out, lse = one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal, window)
+    for q, k, v in _by_document(masks.segments, (q_BLHD,), (k_BMKD, v_BMKE)):
+        out, lse = one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), masks)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
 def backward_by_document(
-    one: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    one: Callable[..., Tensors],
     grad_BLHE: torch.Tensor,
     q_BLHD: torch.Tensor,
     k_BMKD: torch.Tensor,
     v_BMKE: torch.Tensor,
     out_BLHE: torch.Tensor,
     lse_BHL: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks: Masks,
+) -> Tensors:
     """Compute the gradients of queries, keys and values with a function of one document, heads first."""
     grads: tuple[list[torch.Tensor], ...] = ([], [], [])
     of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
-    for grad, q, out, lse, k, v in _by_document(segments, of_queries, (k_BMKD, v_BMKE)):
+    for grad, q, out, lse, k, v in _by_document(masks.segments, of_queries, (k_BMKD, v_BMKE)):
         grad, q, k, v, out, lse = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse))
-        for collected, gradient in zip(grads, one(grad, q, k, v, out, lse, scale, causal, window), strict=True):
+        for collected, gradient in zip(grads, one(grad, q, k, v, out, lse, masks), strict=True):
             collected.append(gradient.transpose(1, 2))
     return torch.cat(grads[0], 1), torch.cat(grads[1], 1), torch.cat(grads[2], 1)
 
@@ -100,15 +94,14 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(q, k, v, scale, causal)``."""
+    """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(k, v, causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
-        return attend(q, k, v, scale, causal)
-    square = attend(q, k[:, :, before:], v[:, :, before:], scale, True)
-    block = attend(q, k[:, :, :before], v[:, :, :before], scale, False)
+        return attend(k, v, causal)
+    square = attend(k[:, :, before:], v[:, :, before:], True)
+    block = attend(k[:, :, :before], v[:, :, :before], False)
     return _merged(block, square)
 
 
@@ -123,12 +116,8 @@ def _merged(
 
 
 def _backward(
-    gradients: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients: Callable[..., Tensors], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> Tensors:
     """Compute the gradients of queries, keys and values with ``gradients(k, v, causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
@@ -141,16 +130,17 @@ def _backward(
 # Torch's flash attention for CPU
 
 
-def _cpu_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, H, L, D] and the LSE [B, H, L]."""
-    attend = aten._scaled_dot_product_flash_attention_for_cpu
-    if causal and window is not None and window < k.shape[2]:
-        return attend(q, k, v, attn_mask=_additive_mask(q, k, window), scale=scale)
-    return _forward(
-        lambda q, k, v, scale, causal: attend(q, k, v, is_causal=causal, scale=scale), q, k, v, scale, causal
-    )
+
+    def attend(k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None = None) -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, attn_mask=mask, scale=masks.scale
+        )
+
+    if _has_window(k, masks):
+        return attend(k, v, False, _additive_mask(q, k, masks.window))
+    return _forward(attend, q, k, v, masks.causal)
 
 
 def _cpu_backward(
@@ -160,18 +150,20 @@ def _cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def gradients(k: torch.Tensor, v: torch.Tensor, is_causal: bool, mask: torch.Tensor | None = None) -> Any:
+    masks: Masks,
+) -> Tensors:
+    def gradients(k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None = None) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=masks.scale
         )
 
-    if causal and window is not None and window < k.shape[2]:
-        return gradients(k, v, False, _additive_mask(q, k, window))
-    return _backward(gradients, q, k, v, causal)
+    if _has_window(k, masks):
+        return gradients(k, v, False, _additive_mask(q, k, masks.window))
+    return _backward(gradients, q, k, v, masks.causal)
+
+
+def _has_window(k: torch.Tensor, masks: Masks) -> bool:
+    return masks.causal and masks.window is not None and masks.window < k.shape[2]
 
 
 def _additive_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -188,15 +180,17 @@ CPU = Kernel(
 
 
 def _cudnn_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, _: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L], float32."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Any:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def attend(k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=masks.scale
+        )
         return out, lse.view(q.shape[:3])
 
-    return _forward(attend, q, k, v, scale, causal)
+    return _forward(attend, q, k, v, masks.causal)
 
 
 def _cudnn_backward(
@@ -206,36 +200,27 @@ def _cudnn_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-    _: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks: Masks,
+) -> Tensors:
     no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     lse = lse.contiguous().unsqueeze(-1)
 
     def gradients(k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
         layout = (None, None, q.shape[2], k.shape[2])  # no lengths of documents
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, *no_dropout, None, *layout, 0.0, causal, scale=scale
+            grad, q, k, v, out, lse, *no_dropout, None, *layout, 0.0, causal, scale=masks.scale
         )
 
-    return _backward(gradients, q, k, v, causal)
+    return _backward(gradients, q, k, v, masks.causal)
 
 
-def _cudnn_takes(
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    segments: Segments,
-    causal: bool,
-    window: int | None,
-) -> bool:
+def _cudnn_takes(q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks) -> bool:
     """Return whether a call is of one document without a window, and torch would take cuDNN for its heads."""
-    if len(segments) > 1 or (window is not None and window < k_BMKD.shape[1]):
+    if len(masks.segments) > 1 or (masks.window is not None and masks.window < k_BMKD.shape[1]):
         return False
     q, k, v = (tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE))
     grouped = q_BLHD.shape[2] != k_BMKD.shape[2]
-    square = causal and q_BLHD.shape[1] == k_BMKD.shape[1]
+    square = masks.causal and q_BLHD.shape[1] == k_BMKD.shape[1]
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, square, grouped))
 
 

@@ -40,7 +40,6 @@ from smp_core.cluster import Layout, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
-from smp_core.engine.compiled import compile_blocks
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
 from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
@@ -66,7 +65,7 @@ from smp_core.sharding.weights import (
 )
 from smp_core.tensor_parallel import Inspected, SplitModel, TensorAxis, WholeGradients, apply_tensor_parallel, inspect
 from smp_core.topology import Topology
-from smp_core.torch_facts import is_absent
+from smp_core.torch_facts import is_absent, is_compiled
 from smp_core.watch import explain_uncaught_errors
 
 logger = logging.getLogger("smp")
@@ -405,3 +404,18 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:
                 setattr(module, name, buffer.to(device))
+
+
+def compile_blocks(model: nn.Module, plan: Plan) -> None:
+    """Compile the blocks that the plan names, in place. Those that were compiled before stay as they are.
+
+    A graph of a whole sharded model would have the hooks that gather in it. Blocks are compiled after they were told
+    to recompute, so that the compiler sees which values to keep, and before they are sharded, so that gathers stay
+    outside.
+    """
+    asked = plan.knobs.compile
+    assert asked is not None
+    for name in plan.shapes.units.blocks:
+        block = model.get_submodule(name)
+        if not is_compiled(block):
+            block.compile(**asked.items())

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from smp_core.config import Fp8Recipe
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.fp8.backends import convert_with
-    from smp_core.fp8.casting import device_multiplies_fp8, has_triton
-    from smp_core.fp8.convert import Fp8Model, convert_to_fp8
-    from smp_core.fp8.gathered import WeightGather
-    from smp_core.fp8.linear import SITES, Float8Linear, unquantized
-    from smp_core.fp8.monitoring import Fp8Probe, Fp8Watch
-    from smp_core.fp8.scaling import Fp8State
-
-_PLACES = {
-    "convert_to_fp8": "convert",
-    "convert_with": "backends",
-    "device_multiplies_fp8": "casting",
-    "Float8Linear": "linear",
-    "Fp8Model": "convert",
-    "Fp8Probe": "monitoring",
-    "Fp8State": "scaling",
-    "Fp8Watch": "monitoring",
-    "has_triton": "casting",
-    "SITES": "linear",
-    "unquantized": "linear",
-    "WeightGather": "gathered",
-}
-
-__all__ = [
-    "convert_to_fp8",
-    "convert_with",
-    "device_multiplies_fp8",
-    "Float8Linear",
-    "Fp8Model",
-    "Fp8Probe",
-    "Fp8Recipe",
-    "Fp8State",
-    "Fp8Watch",
-    "has_triton",
-    "SITES",
-    "unquantized",
-    "WeightGather",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.config import Fp8Recipe as Fp8Recipe
+    from smp_core.fp8.backends import convert_with as convert_with
+    from smp_core.fp8.casting import device_multiplies_fp8 as device_multiplies_fp8, has_triton as has_triton
+    from smp_core.fp8.convert import Fp8Model as Fp8Model, convert_to_fp8 as convert_to_fp8
+    from smp_core.fp8.gathered import WeightGather as WeightGather
+    from smp_core.fp8.linear import SITES as SITES, Float8Linear as Float8Linear, unquantized as unquantized
+    from smp_core.fp8.monitoring import Fp8Watch as Fp8Watch
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -13,14 +13,16 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
+from rich.table import Table
 
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
-from smp_core.outside import number, numbers, printable, records_of_log, write_new
+from smp_core.outside import console, how_to_install, number, numbers, printable, records_of_log, write_new
 from smp_core.run_log import write as run_log
 
 
@@ -238,3 +240,25 @@ def _worst_modules(log: Fp8Log) -> list[str]:
     shares = {figure for figures in _ROWS.values() for figure in figures if not figure.endswith("scale")}
     worst = {name for figure in shares for name, _ in log.worst(figure, _DRAWN // len(shares))}
     return [name for name in names if name in worst]
+
+
+def fp8_report(
+    log: Annotated[Path, typer.Argument(help="the file Fp8Monitor writes: fp8.jsonl")],
+    out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
+) -> None:
+    """Draw scales, saturation and underflow over training, and list the modules that fit FP8 worst."""
+    found = Fp8Log.read(log)
+    table = Table(title=f"{len(found.steps)} probed steps, {found.steps[0]} to {found.steps[-1]}: worst modules")
+    for column in ("share of elements", "module", "largest in any step"):
+        table.add_column(column)
+    for role in ("input", "gradient"):
+        for kind in ("saturated", "flushed"):
+            for module, value in found.worst(f"{role}_{kind}", 3):
+                table.add_row(f"{role} {kind}", module, f"{value:.3%}")
+    console().print(table)
+    picture = out or log.with_suffix(".png")
+    try:
+        draw(found, picture)
+    except ModuleNotFoundError:
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
+    console().print(f"{picture}", soft_wrap=True)

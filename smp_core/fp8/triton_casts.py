@@ -21,6 +21,25 @@ _BLOCK_R, _BLOCK_C = 64, 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tile(BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the rows [BLOCK_R] and the columns [BLOCK_C] of this program.
+
+    64-bit: a long sequence times a wide layer passes 2^31 elements."""
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    return r, c
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_transposed(  # type: ignore[no-untyped-def]
+    columns_ptr, numbers, r, c, R, C
+):
+    """Store a tile [BLOCK_R, BLOCK_C] into a row-major tensor [C, R]."""
+    inside = (c[:, None] < C) & (r[None, :] < R)
+    tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     scale_ptr,
@@ -38,9 +57,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    # 64-bit offsets: a long sequence times a wide layer passes 2^31 elements.
-    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    r, c = _tile(BLOCK_R, BLOCK_C)
     inside = (r[:, None] < R) & (c[None, :] < C)
     x = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
     # A maximum passes over nan, so nan counts as inf here.
@@ -58,8 +75,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if ROWS:
         tl.store(rows_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
     if COLUMNS:
-        inside_t = (c[:, None] < C) & (r[None, :] < R)
-        tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside_t)
+        _store_transposed(columns_ptr, numbers, r, c, R, C)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -73,12 +89,10 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    r, c = _tile(BLOCK_R, BLOCK_C)
     inside = (r[:, None] < R) & (c[None, :] < C)
     numbers = tl.load(bytes_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0)
-    inside_t = (c[:, None] < C) & (r[None, :] < R)
-    tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside_t)
+    _store_transposed(columns_ptr, numbers, r, c, R, C)
 
 
 def transposed_fused(x8_RC: torch.Tensor) -> torch.Tensor:

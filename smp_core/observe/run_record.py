@@ -1,24 +1,26 @@
 """RunRecord: what a monitor writes into the log of its run: what was asked and chosen, steps, and the end.
 
 The format is that of :mod:`smp_core.run_log.write`; `smp report` makes a page of it. Only rank 0 writes, and nothing
-here communicates.
+here communicates. Where nodes are several, it lists the knobs that would send fewer bytes between them.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp_core.cluster import KINDS, Collectives, Links
+from smp_core.cluster import KINDS, PARTITION, Collectives, Links
+from smp_core.codecs import CodeName
 from smp_core.config import DEFAULT, shown
 from smp_core.engine import ParallelModel
-from smp_core.plan import Plan, describe_stages, estimate, planned_states
-from smp_core.plan.savings import savings
+from smp_core.plan import Plan, compression, describe_stages, estimate, planned_states
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.run_log import write as run_log
 
@@ -124,3 +126,43 @@ def _of_links(links: Links) -> dict[str, Any]:
         return {kind: {"latency": fit.latency, "bandwidth": fit.bandwidth} for kind, fit in fits.items()}
 
     return {"measured_with": links.measured_with, "inter": of_place(links.inter), "intra": of_place(links.intra)}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A knob that compresses what crosses nodes.
+
+    Attributes:
+        knob: as it is typed.
+        kinds: the collectives whose bytes between nodes become fewer, by the names of the meter.
+        share: what is left of those bytes, by the codec's own size for the median unit.
+    """
+
+    knob: str
+    kinds: tuple[str, ...]
+    share: float
+
+
+def savings(plan: Plan) -> list[Saving]:
+    """List the knobs that would send fewer bytes between nodes than the plan does; none on one node."""
+    topology, knobs = plan.cluster.topology, plan.knobs
+    if topology.num_nodes == 1 or not plan.shapes.unit_elements:
+        return []
+    elements = int(statistics.median(plan.shapes.unit_elements))
+    first = plan.shapes.parameters[0]
+    spans = plan.layout.size(*PARTITION) * plan.layout.tensor > topology.ranks_per_node
+    found = []
+
+    def add(field: str, code: CodeName, kinds: tuple[str, ...], reduced: bool) -> None:
+        dtype = plan.dtypes.of_reduced(first) if reduced else plan.dtypes.of_gathered(first)
+        share = compression(code, dtype, elements)
+        if share < 1:
+            word = "bf16" if code == "bfloat16" else code
+            found.append(Saving(f'compression={{"{field}": "{word}"}}', kinds, share))
+
+    if knobs.compression.gather is None and spans:
+        add("gather", "int8", ("all_gather",), reduced=False)
+    if knobs.compression.reduce is None:
+        add("reduce", "bfloat16", ("all_reduce",), reduced=True)
+        add("reduce", "int8", ("reduce_scatter", "all_reduce") if spans else ("all_reduce",), reduced=True)
+    return found

@@ -2,67 +2,29 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.outside.command_line import OneLineErrors, begin, console
-    from smp_core.outside.floors import OLDEST, how_to_install, is_older, is_there, require
-    from smp_core.outside.foreign_files import (
-        lines_of_log,
-        number,
-        numbers,
-        parse_yaml,
-        printable,
-        read_json,
-        read_yaml,
-        records_of_log,
-        write_new,
+    from smp_core.outside.command_line import OneLineErrors as OneLineErrors, begin as begin, console as console
+    from smp_core.outside.floors import (
+        OLDEST as OLDEST,
+        how_to_install as how_to_install,
+        is_older as is_older,
+        is_there as is_there,
+        require as require,
     )
-
-_PLACES = {
-    "begin": "command_line",
-    "console": "command_line",
-    "how_to_install": "floors",
-    "is_older": "floors",
-    "is_there": "floors",
-    "lines_of_log": "foreign_files",
-    "number": "foreign_files",
-    "numbers": "foreign_files",
-    "OLDEST": "floors",
-    "OneLineErrors": "command_line",
-    "parse_yaml": "foreign_files",
-    "printable": "foreign_files",
-    "read_json": "foreign_files",
-    "read_yaml": "foreign_files",
-    "records_of_log": "foreign_files",
-    "require": "floors",
-    "write_new": "foreign_files",
-}
-
-__all__ = [
-    "begin",
-    "console",
-    "how_to_install",
-    "is_older",
-    "is_there",
-    "lines_of_log",
-    "number",
-    "numbers",
-    "OLDEST",
-    "OneLineErrors",
-    "parse_yaml",
-    "printable",
-    "read_json",
-    "read_yaml",
-    "records_of_log",
-    "require",
-    "write_new",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.outside.foreign_files import (
+        lines_of_log as lines_of_log,
+        number as number,
+        numbers as numbers,
+        parse_yaml as parse_yaml,
+        printable as printable,
+        read_json as read_json,
+        read_yaml as read_yaml,
+        records_of_log as records_of_log,
+        write_new as write_new,
+    )
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

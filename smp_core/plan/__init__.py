@@ -7,141 +7,68 @@ the blocks in their order (chain/), stages, dtypes, what is recomputed and the m
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.plan.checkpointed import CheckpointedModule
-    from smp_core.plan.cluster import GIB, Cluster
-    from smp_core.plan.draft import Draft
-    from smp_core.plan.dtypes import HALF, Dtypes, Precision, dtype_of, name_of
-    from smp_core.plan.examples import Example, example_of
-    from smp_core.plan.kept_operators import is_kept, keep_outputs_of
-    from smp_core.plan.memory import (
-        GradientBytes,
-        MemoryEstimate,
-        describe_stages,
-        device_memory,
-        estimate,
-        fitting,
-        gradient_bytes,
-        plan_table,
-        unit_bytes,
+    from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
+    from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
+    from smp_core.plan.draft import Draft as Draft
+    from smp_core.plan.dtypes import (
+        HALF as HALF,
+        Dtypes as Dtypes,
+        Precision as Precision,
+        dtype_of as dtype_of,
+        name_of as name_of,
     )
-    from smp_core.plan.optimizers import OPTIMIZERS, OptimizerStates, planned_states
-    from smp_core.plan.picture import svg_picture, text_picture
-    from smp_core.plan.plan import TRAINERS_OWN, ActivationPlan, GivenSharding, Plan, keeps_parameters
-    from smp_core.plan.routes import compression, head_groups, replicas_share_nodes, two_stages
-    from smp_core.plan.schedules import Step, blocks_kept, chunks_of, computations, forward_only, with_messages
-    from smp_core.plan.shapes import Shapes
-    from smp_core.plan.stages import Stages
-    from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, units_with
-
-_PLACES = {
-    "ActivationPlan": "plan",
-    "blocks_kept": "schedules",
-    "CheckpointedModule": "checkpointed",
-    "chunks_of": "schedules",
-    "Cluster": "cluster",
-    "compression": "routes",
-    "computations": "schedules",
-    "describe_stages": "memory",
-    "device_memory": "memory",
-    "Draft": "draft",
-    "dtype_of": "dtypes",
-    "Dtypes": "dtypes",
-    "Entry": "units",
-    "estimate": "memory",
-    "Example": "examples",
-    "example_of": "examples",
-    "fitting": "memory",
-    "forward_only": "schedules",
-    "GIB": "cluster",
-    "GivenSharding": "plan",
-    "gradient_bytes": "memory",
-    "GradientBytes": "memory",
-    "HALF": "dtypes",
-    "head_groups": "routes",
-    "is_kept": "kept_operators",
-    "keep_outputs_of": "kept_operators",
-    "keeps_parameters": "plan",
-    "MemoryEstimate": "memory",
-    "name_of": "dtypes",
-    "OPTIMIZERS": "optimizers",
-    "OptimizerStates": "optimizers",
-    "Plan": "plan",
-    "plan_table": "memory",
-    "planned_states": "optimizers",
-    "PlannedUnit": "units",
-    "Precision": "dtypes",
-    "replicas_share_nodes": "routes",
-    "Shapes": "shapes",
-    "Stages": "stages",
-    "Step": "schedules",
-    "svg_picture": "picture",
-    "text_picture": "picture",
-    "TRAINERS_OWN": "plan",
-    "two_stages": "routes",
-    "unit_bytes": "memory",
-    "units_with": "units",
-    "with_messages": "schedules",
-    "WrapPlan": "units",
-}
-
-__all__ = [
-    "ActivationPlan",
-    "blocks_kept",
-    "CheckpointedModule",
-    "chunks_of",
-    "Cluster",
-    "compression",
-    "computations",
-    "describe_stages",
-    "device_memory",
-    "Draft",
-    "dtype_of",
-    "Dtypes",
-    "Entry",
-    "estimate",
-    "Example",
-    "example_of",
-    "fitting",
-    "forward_only",
-    "GIB",
-    "GivenSharding",
-    "gradient_bytes",
-    "GradientBytes",
-    "HALF",
-    "head_groups",
-    "is_kept",
-    "keep_outputs_of",
-    "keeps_parameters",
-    "MemoryEstimate",
-    "name_of",
-    "OPTIMIZERS",
-    "OptimizerStates",
-    "Plan",
-    "plan_table",
-    "planned_states",
-    "PlannedUnit",
-    "Precision",
-    "replicas_share_nodes",
-    "Shapes",
-    "Stages",
-    "Step",
-    "svg_picture",
-    "text_picture",
-    "TRAINERS_OWN",
-    "two_stages",
-    "unit_bytes",
-    "units_with",
-    "with_messages",
-    "WrapPlan",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.plan.examples import Example as Example, example_of as example_of
+    from smp_core.plan.kept_operators import is_kept as is_kept, keep_outputs_of as keep_outputs_of
+    from smp_core.plan.memory import (
+        GradientBytes as GradientBytes,
+        MemoryEstimate as MemoryEstimate,
+        describe_stages as describe_stages,
+        device_memory as device_memory,
+        estimate as estimate,
+        fitting as fitting,
+        gradient_bytes as gradient_bytes,
+        plan_table as plan_table,
+        unit_bytes as unit_bytes,
+    )
+    from smp_core.plan.optimizers import (
+        OPTIMIZERS as OPTIMIZERS,
+        OptimizerStates as OptimizerStates,
+        planned_states as planned_states,
+    )
+    from smp_core.plan.picture import svg_picture as svg_picture, text_picture as text_picture
+    from smp_core.plan.plan import (
+        TRAINERS_OWN as TRAINERS_OWN,
+        ActivationPlan as ActivationPlan,
+        GivenSharding as GivenSharding,
+        Plan as Plan,
+        keeps_parameters as keeps_parameters,
+    )
+    from smp_core.plan.routes import (
+        compression as compression,
+        head_groups as head_groups,
+        replicas_share_nodes as replicas_share_nodes,
+        two_stages as two_stages,
+    )
+    from smp_core.plan.schedules import (
+        Step as Step,
+        blocks_kept as blocks_kept,
+        chunks_of as chunks_of,
+        computations as computations,
+        forward_only as forward_only,
+        with_messages as with_messages,
+    )
+    from smp_core.plan.shapes import Shapes as Shapes
+    from smp_core.plan.stages import Stages as Stages
+    from smp_core.plan.units import (
+        Entry as Entry,
+        PlannedUnit as PlannedUnit,
+        WrapPlan as WrapPlan,
+        units_with as units_with,
+    )
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

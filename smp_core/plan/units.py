@@ -11,7 +11,9 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
   callable children, and itself only where it owns parameters, or where these children share a unit;
 - optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
   parameters belong to the unit around them, a root if there is no other. FSDP2 gathers that one on all ranks, and
-  reduces it when the pass is over, whoever used what;
+  reduces it when the pass is over, whoever used what. ``units.optional="auto"`` finds the towers of a Transformers
+  model, which are called where a sample has an image or sound: its config has one of its own for text, and of the
+  sub-models (each a ``PreTrainedModel``) those for text hold the model's input embeddings;
 - a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
 - replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
 """
@@ -21,18 +23,18 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig
-from smp_core.plan.towers import towers
-from smp_core.torch_facts import compiled_of, uncompiled
+from smp_core.torch_facts import compiled_of, embeddings_of, uncompiled
 
 logger = logging.getLogger("smp")
 
@@ -387,3 +389,38 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
             f"are: {names}"
         )
     return found
+
+
+def towers(model: nn.Module) -> list[str]:
+    """Return the names of all towers in ``model``, outermost modules only; their projectors are no sub-models."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    def is_model(module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel)
+
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[nn.Module, None] = {}
+    for outer in filter(is_model, model.modules()):
+        if not any(outer in tower.modules() for tower in found) and _is_composite(outer):
+            found.update(dict.fromkeys(_beside_text(outer, is_model)))
+    return [names[module] for module in found]
+
+
+def _is_composite(model: Any) -> bool:
+    return model.config.get_text_config() is not model.config
+
+
+def _beside_text(model: Any, is_model: Any) -> Iterator[nn.Module]:
+    """Yield the outermost sub-models without the input embeddings."""
+    words, _ = embeddings_of(model)
+    if words is None:
+        return
+    embeddings = set(words.parameters())
+    skipped: set[nn.Module] = set()
+    for module in model.modules():
+        if module is not model and module not in skipped and is_model(module):
+            if embeddings.isdisjoint(module.parameters()):
+                yield module
+                skipped.update(module.modules())

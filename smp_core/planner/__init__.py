@@ -9,69 +9,25 @@ smp_core/entry.py; nothing below knows this folder, so it can be cut off.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.planner.auto_plan import RunningStep, plan_run
-    from smp_core.planner.devices import peak_flops
-    from smp_core.planner.dry_run import RUN_KINDS, DryRun, Question
-    from smp_core.planner.model_source import Source, build, copied
-    from smp_core.planner.model_trace import Instants, ModelTrace, SplitRun, SplitTrace, between
-    from smp_core.planner.next_run import knobs_of_next_run
-    from smp_core.planner.planner import NothingFits, Recommendation, plan
-    from smp_core.planner.trace import scores_kept
-    from smp_core.planner.workload import Workload
-
-_PLACES = {
-    "between": "model_trace",
-    "build": "model_source",
-    "copied": "model_source",
-    "DryRun": "dry_run",
-    "Instants": "model_trace",
-    "knobs_of_next_run": "next_run",
-    "ModelTrace": "model_trace",
-    "NothingFits": "planner",
-    "peak_flops": "devices",
-    "plan": "planner",
-    "plan_run": "auto_plan",
-    "Question": "dry_run",
-    "Recommendation": "planner",
-    "RUN_KINDS": "dry_run",
-    "RunningStep": "auto_plan",
-    "scores_kept": "trace",
-    "Source": "model_source",
-    "SplitRun": "model_trace",
-    "SplitTrace": "model_trace",
-    "Workload": "workload",
-}
-
-__all__ = [
-    "between",
-    "build",
-    "copied",
-    "DryRun",
-    "Instants",
-    "knobs_of_next_run",
-    "ModelTrace",
-    "NothingFits",
-    "peak_flops",
-    "plan",
-    "plan_run",
-    "Question",
-    "Recommendation",
-    "RUN_KINDS",
-    "RunningStep",
-    "scores_kept",
-    "Source",
-    "SplitRun",
-    "SplitTrace",
-    "Workload",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.planner.auto_plan import RunningStep as RunningStep, plan_run as plan_run
+    from smp_core.planner.devices import peak_flops as peak_flops
+    from smp_core.planner.dry_run import RUN_KINDS as RUN_KINDS, DryRun as DryRun, Question as Question
+    from smp_core.planner.model_source import Source as Source, build as build, copied as copied
+    from smp_core.planner.model_trace import (
+        Instants as Instants,
+        ModelTrace as ModelTrace,
+        SplitRun as SplitRun,
+        SplitTrace as SplitTrace,
+        between as between,
+    )
+    from smp_core.planner.next_run import knobs_of_next_run as knobs_of_next_run
+    from smp_core.planner.planner import NothingFits as NothingFits, Recommendation as Recommendation, plan as plan
+    from smp_core.planner.trace import scores_kept as scores_kept
+    from smp_core.planner.workload import Workload as Workload
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -15,8 +15,7 @@ from smp_core.planner.explain import as_json, as_yaml, front_table, table
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.plan_picture import draw_plans
-from smp_core.planner.planner import NothingFits
-from smp_core.planner.planner import plan as plan_model
+from smp_core.planner.planner import NothingFits, plan as plan_model
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
 

@@ -11,17 +11,19 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import jinja2
+import typer
 from markupsafe import Markup
 
 from smp_core.cluster import Layout
 from smp_core.observe import PARTS
-from smp_core.outside import number, numbers
+from smp_core.outside import console, number, numbers, write_new
 from smp_core.plan import svg_picture
 from smp_core.report.charts import Charts, Points
-from smp_core.report.verdict import verdict
+from smp_core.report.verdict import STALLS, verdict
 from smp_core.run_log import Run, objects, texts
 from smp_core.topology import Topology
 
@@ -339,10 +341,12 @@ def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         rows = []
         for line in run.checkpoints[-_MOST_ROWS:]:
-            stall = number(line.get("stall_seconds"))
-            cells = [None if stall is None else Cell(stall), "behind training" if line.get("behind") else "waited for"]
-            rows.append((f"step {number(line.get('step')) or 0:,.0f}", [*cells, str(line.get("path"))]))
-        table = Table("saves", ["save", "seconds that training waited", "written", "to"], rows)
+            stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
+            cells: list[Any] = [None if stall is None else Cell(stall) for stall in stalls]
+            cells += ["behind training" if line.get("behind") else "waited for", str(line.get("path"))]
+            rows.append((f"step {number(line.get('step')) or 0:,.0f}", cells))
+        heads = ["save", "seconds that training waited", *STALLS.values(), "written", "to"]
+        table = Table("saves", heads, rows)
         found.append(Section(f"Checkpoints{_of(run, runs)}", [table]))
     return found
 
@@ -406,3 +410,20 @@ def _kind(line: Mapping[str, Any]) -> str:
 
 def _names(runs: Sequence[Run]) -> list[str]:
     return [run.name for run in runs]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="the folder of a run, or its run.jsonl; two are compared")],
+    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the first run's folder")] = None,
+) -> None:
+    """Make one HTML file about a run: what was asked and chosen, loss, throughput, time, bytes, memory, a verdict."""
+    if len(runs) > 2:
+        raise ValueError(f"{len(runs)} runs were given; allowed: one, or two to compare")
+    read = [Run.read(path) for path in runs]
+    if len(read) == 2 and read[0].name == read[1].name:
+        for run, path in zip(read, runs, strict=True):
+            run.name = str(path)
+    folder = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = out or folder / "report.html"
+    write_new(target, page(read).encode())
+    console().print(f"{target}", soft_wrap=True)

@@ -11,6 +11,13 @@ from smp_core.observe import PARTS
 from smp_core.outside import number, numbers
 from smp_core.run_log import Run, objects, texts
 
+STALLS = {
+    "seconds_save_before": "for the save before",
+    "seconds_copying": "copying",
+    "seconds_agreeing": "agreeing that a save had ended",
+}
+"""What a save behind training kept it waiting for, by the names of the log."""
+
 
 def verdict(run: Run) -> list[str]:
     """Return sentences about a run, the most general first."""
@@ -112,7 +119,9 @@ def _saves(run: Run) -> list[str]:
         return []
     total, seconds = sum(stalls), run.seconds
     share = f", {total / seconds:.1%} of the run" if seconds > 0 else ""
-    return [f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}."]
+    by_cause = {words: sum(number(line.get(name)) or 0.0 for line in run.checkpoints) for name, words in STALLS.items()}
+    causes = ", ".join(f"{spent:.3g} s {words}" for words, spent in by_cause.items() if spent)
+    return [f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}{causes and f': {causes}'}."]
 
 
 def _memory(run: Run) -> list[str]:

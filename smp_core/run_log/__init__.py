@@ -5,34 +5,12 @@ write appends a line and keeps the file whole; read makes a Run of what a log sa
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.run_log.read import Run, objects, texts
-    from smp_core.run_log.write import FILE, append, note
-
-_PLACES = {
-    "append": "write",
-    "FILE": "write",
-    "note": "write",
-    "objects": "read",
-    "Run": "read",
-    "texts": "read",
-}
-
-__all__ = [
-    "append",
-    "FILE",
-    "note",
-    "objects",
-    "Run",
-    "texts",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.run_log.read import Run as Run, objects as objects, texts as texts
+    from smp_core.run_log.write import FILE as FILE, append as append, note as note
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -8,64 +8,30 @@ replaced parameters, pickling, BatchNorm.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
-    from smp_core.sharding.dtype_rules import settle_masters, settle_precision, settle_reduce_dtype, settle_stored_dtype
-    from smp_core.sharding.forward_methods import register_forward_methods
-    from smp_core.sharding.fsdp_options import apply_fsdp_options
-    from smp_core.sharding.given import NativeWindow, given_sharding
-    from smp_core.sharding.given_rules import settle_given
-    from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors
-    from smp_core.sharding.pickling import is_a_part, refuse_to_pickle_shards
-    from smp_core.sharding.replaced import ReplacedParameters, of_replaced
-    from smp_core.sharding.scalars import reduce_scalars
-
-_PLACES = {
-    "apply_fsdp_options": "fsdp_options",
-    "compute_with_unsharded_tensors": "mixed_operands",
-    "CpuSyncBatchNorm": "batch_norm",
-    "given_sharding": "given",
-    "is_a_part": "pickling",
-    "NativeWindow": "given",
-    "of_replaced": "replaced",
-    "reduce_scalars": "scalars",
-    "refuse_to_pickle_shards": "pickling",
-    "register_forward_methods": "forward_methods",
-    "ReplacedParameters": "replaced",
-    "settle_given": "given_rules",
-    "settle_masters": "dtype_rules",
-    "settle_precision": "dtype_rules",
-    "settle_reduce_dtype": "dtype_rules",
-    "settle_stored_dtype": "dtype_rules",
-    "sync_batch_norm_on_cpu": "batch_norm",
-}
-
-__all__ = [
-    "apply_fsdp_options",
-    "compute_with_unsharded_tensors",
-    "CpuSyncBatchNorm",
-    "given_sharding",
-    "is_a_part",
-    "NativeWindow",
-    "of_replaced",
-    "reduce_scalars",
-    "refuse_to_pickle_shards",
-    "register_forward_methods",
-    "ReplacedParameters",
-    "settle_given",
-    "settle_masters",
-    "settle_precision",
-    "settle_reduce_dtype",
-    "settle_stored_dtype",
-    "sync_batch_norm_on_cpu",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.sharding.batch_norm import (
+        CpuSyncBatchNorm as CpuSyncBatchNorm,
+        sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
+    )
+    from smp_core.sharding.dtype_rules import (
+        settle_masters as settle_masters,
+        settle_precision as settle_precision,
+        settle_reduce_dtype as settle_reduce_dtype,
+        settle_stored_dtype as settle_stored_dtype,
+    )
+    from smp_core.sharding.forward_methods import register_forward_methods as register_forward_methods
+    from smp_core.sharding.fsdp_options import apply_fsdp_options as apply_fsdp_options
+    from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
+    from smp_core.sharding.given_rules import settle_given as settle_given
+    from smp_core.sharding.mixed_operands import (
+        compute_with_unsharded_tensors as compute_with_unsharded_tensors,
+        reduce_scalars as reduce_scalars,
+    )
+    from smp_core.sharding.pickling import is_a_part as is_a_part, refuse_to_pickle_shards as refuse_to_pickle_shards
+    from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -14,6 +14,10 @@ unit that was not called is a mistake with a message of its own (:mod:`smp_core.
 
 torch has no public name for whether its ``implicit_replication()`` is on (``_allow_implicit_replication`` of
 ``_op_dispatcher``): inside it a plain tensor is a replicated DTensor, and results are DTensors.
+
+``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of whole tensors too: torch's
+``DTensor.item()`` gives this rank's part of a result that is not added up yet; here it adds up first, over the ranks
+that hold the parameter together, as every other operation on such a result does; so they all have to ask.
 """
 
 from __future__ import annotations
@@ -253,3 +257,16 @@ def _say_once() -> None:
         "an unsharded tensor, as of a copy of weights that was made before the model was sharded, is an operand beside "
         "a sharded parameter, which is gathered for it each time, on all ranks; a copy of shards needs no messages"
     )
+
+
+@functools.cache
+def reduce_scalars() -> None:
+    """Make ``item()`` of a DTensor collective over its mesh, wherever its ranks hold parts, and with it what calls it
+    (``float``, ``bool``, ``int``, ``tolist``)."""
+    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
+
+
+def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+    if is_absent(args[0]):
+        raise RuntimeError(ABSENT % list(args[0].shape))
+    return function(args[0].full_tensor())

@@ -7,42 +7,18 @@ fused.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.tensor_parallel.apply import apply_tensor_parallel
-    from smp_core.tensor_parallel.inspection import Inspected, inspect
-    from smp_core.tensor_parallel.operators import TensorAxis
-    from smp_core.tensor_parallel.rules import require_known_combination, require_tensor_degree
-    from smp_core.tensor_parallel.split_model import SplitModel
-    from smp_core.tensor_parallel.whole_gradients import WholeGradients
-
-_PLACES = {
-    "apply_tensor_parallel": "apply",
-    "inspect": "inspection",
-    "Inspected": "inspection",
-    "require_known_combination": "rules",
-    "require_tensor_degree": "rules",
-    "SplitModel": "split_model",
-    "TensorAxis": "operators",
-    "WholeGradients": "whole_gradients",
-}
-
-__all__ = [
-    "apply_tensor_parallel",
-    "inspect",
-    "Inspected",
-    "require_known_combination",
-    "require_tensor_degree",
-    "SplitModel",
-    "TensorAxis",
-    "WholeGradients",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.tensor_parallel.apply import apply_tensor_parallel as apply_tensor_parallel
+    from smp_core.tensor_parallel.inspection import Inspected as Inspected, inspect as inspect
+    from smp_core.tensor_parallel.operators import TensorAxis as TensorAxis
+    from smp_core.tensor_parallel.rules import (
+        require_known_combination as require_known_combination,
+        require_tensor_degree as require_tensor_degree,
+    )
+    from smp_core.tensor_parallel.split_model import SplitModel as SplitModel, WholeGradients as WholeGradients
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

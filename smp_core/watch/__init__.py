@@ -7,92 +7,42 @@ to; preemption agrees on a notice of the job's end; joined and counting are abou
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.watch.counting import gather_with_gradient, report_equal_terms, synchronize_metrics
-    from smp_core.watch.explanations import explain, explain_uncaught_errors
-    from smp_core.watch.joined import JoinedLoader, count_samples, join, length_of
-    from smp_core.watch.preemption import SIGNALS, Preempted, Preemption
-    from smp_core.watch.rank_watch import (
-        ENDING,
-        RankWatch,
-        count_call,
-        expect_calls,
-        looks_like_a_lost_peer,
-        meet,
-        meet_between_calls,
-        meet_between_runs,
-        report,
-        stop_watching,
-        watch_ranks,
+    from smp_core.watch.counting import (
+        gather_with_gradient as gather_with_gradient,
+        report_equal_terms as report_equal_terms,
+        synchronize_metrics as synchronize_metrics,
     )
-    from smp_core.watch.whereabouts import here, innermost_user_line, ranks_in_words, went_apart
-
-_PLACES = {
-    "count_call": "rank_watch",
-    "count_samples": "joined",
-    "ENDING": "rank_watch",
-    "expect_calls": "rank_watch",
-    "explain": "explanations",
-    "explain_uncaught_errors": "explanations",
-    "gather_with_gradient": "counting",
-    "here": "whereabouts",
-    "innermost_user_line": "whereabouts",
-    "join": "joined",
-    "JoinedLoader": "joined",
-    "length_of": "joined",
-    "looks_like_a_lost_peer": "rank_watch",
-    "meet": "rank_watch",
-    "meet_between_calls": "rank_watch",
-    "meet_between_runs": "rank_watch",
-    "Preempted": "preemption",
-    "Preemption": "preemption",
-    "ranks_in_words": "whereabouts",
-    "RankWatch": "rank_watch",
-    "report": "rank_watch",
-    "report_equal_terms": "counting",
-    "SIGNALS": "preemption",
-    "stop_watching": "rank_watch",
-    "synchronize_metrics": "counting",
-    "watch_ranks": "rank_watch",
-    "went_apart": "whereabouts",
-}
-
-__all__ = [
-    "count_call",
-    "count_samples",
-    "ENDING",
-    "expect_calls",
-    "explain",
-    "explain_uncaught_errors",
-    "gather_with_gradient",
-    "here",
-    "innermost_user_line",
-    "join",
-    "JoinedLoader",
-    "length_of",
-    "looks_like_a_lost_peer",
-    "meet",
-    "meet_between_calls",
-    "meet_between_runs",
-    "Preempted",
-    "Preemption",
-    "ranks_in_words",
-    "RankWatch",
-    "report",
-    "report_equal_terms",
-    "SIGNALS",
-    "stop_watching",
-    "synchronize_metrics",
-    "watch_ranks",
-    "went_apart",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.watch.explanations import explain as explain, explain_uncaught_errors as explain_uncaught_errors
+    from smp_core.watch.joined import (
+        JoinedLoader as JoinedLoader,
+        count_samples as count_samples,
+        join as join,
+        length_of as length_of,
+    )
+    from smp_core.watch.preemption import SIGNALS as SIGNALS, Preempted as Preempted, Preemption as Preemption
+    from smp_core.watch.rank_watch import (
+        ENDING as ENDING,
+        RankWatch as RankWatch,
+        count_call as count_call,
+        expect_calls as expect_calls,
+        looks_like_a_lost_peer as looks_like_a_lost_peer,
+        meet as meet,
+        meet_between_calls as meet_between_calls,
+        meet_between_runs as meet_between_runs,
+        report as report,
+        stop_watching as stop_watching,
+        watch_ranks as watch_ranks,
+    )
+    from smp_core.watch.whereabouts import (
+        here as here,
+        innermost_user_line as innermost_user_line,
+        ranks_in_words as ranks_in_words,
+        went_apart as went_apart,
+    )
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

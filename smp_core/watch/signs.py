@@ -28,8 +28,7 @@ import threading
 from asyncio import StreamReader, StreamWriter
 from collections import deque
 from collections.abc import Coroutine, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import Future, TimeoutError as NoAnswer
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist

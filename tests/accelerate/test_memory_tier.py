@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
-from transformers import TrainerCallback, integrations
-from transformers import trainer as trainer_module
+from transformers import TrainerCallback, integrations, trainer as trainer_module
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from smp_core.checkpoint import CheckpointError

@@ -18,8 +18,16 @@ from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
 from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, differences, loss_of, optimizer_of
-from tests.core.tensor_parallel.model_cases import alone as one_process
+from tests.core.tensor_parallel.model_cases import (
+    Training,
+    Wide,
+    alone as one_process,
+    batches,
+    build,
+    differences,
+    loss_of,
+    optimizer_of,
+)
 from tests.core.tensor_parallel.models import STEPS
 from tests.harness import run_ranks
 

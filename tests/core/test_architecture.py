@@ -186,7 +186,7 @@ def test_rooms_are_few_and_none_imports_one_that_imports_it() -> None:
 
 
 def test_rooms_use_one_another_by_what_their_folders_offer() -> None:
-    """Names of other rooms come from a folder's __all__; from a file only what is named as the file is."""
+    """Names of other rooms come from what a folder offers; from a file only what is named as the file is."""
     modules, wrong = sources(), []
     for module, path in modules.items():
         for node in ast.walk(parsed(path)):
@@ -204,21 +204,26 @@ def test_rooms_use_one_another_by_what_their_folders_offer() -> None:
 
 
 def offered(package: str) -> list[str]:
-    """The names in __all__ of a package."""
-    for node in parsed(sources()[package]).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    return []
+    """The names that a package imports for whoever asks: ``from a_file import name as name``."""
+    imported = [each for each in ast.walk(parsed(sources()[package])) if isinstance(each, ast.ImportFrom)]
+    return [alias.name for each in imported for alias in each.names if alias.asname == alias.name]
 
 
-def test_rooms_offer_what_is_there_and_used() -> None:
-    """Each name of __all__ is one of the package; each room tells what it is about."""
+def test_rooms_offer_what_is_there() -> None:
+    """Each name that type checkers are shown is one of the package; each room tells what it is about."""
     for module, path in sources().items():
         if path.name == "__init__.py" and module.startswith("smp_core."):
             assert ast.get_docstring(parsed(path)), f"{module} does not tell what it is about"
             package = importlib.import_module(module)
+            assert sorted(getattr(package, "__all__", [])) == sorted(offered(module))
             assert [name for name in offered(module) if not hasattr(package, name)] == []
+
+
+def test_a_room_tells_of_a_name_that_it_does_not_offer() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'Meter'"):
+        exec("from smp_core.comm import Meter")
+    with pytest.raises(AttributeError, match=r"module 'smp_core.comm' has no attribute 'Meter'"):
+        importlib.import_module("smp_core.comm").Meter  # noqa: B018
 
 
 def test_the_core_imports_no_framework() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smp_core.context_parallel import flash, kernels
-from smp_core.context_parallel.fastest import Kernel, Segments
+from smp_core.context_parallel.fastest import Kernel, Masks, Segments
 from smp_core.fp8 import casting, products
 from smp_core.fp8.casting import Quantized
 from smp_core.fp8.scaling import E4M3, E5M2
@@ -55,11 +55,11 @@ def takes_all_of(
     patch.setattr(kernels, "kernels_for", lambda *_: (kernel,))
     q, grad = (torch.empty(2, 64, 8, size, device=META, dtype=dtype) for size in (d, e))
     k, v = (torch.empty(2, 96, 2, size, device=META, dtype=dtype) for size in (d, e))
-    options: dict[str, Any] = {"scale": 0.1, "causal": True, "window": window}
-    out, lse = kernels.forward(q, k, v, segments, **options)
+    masks = Masks(segments, 0.1, True, window)
+    out, lse = kernels.forward(q, k, v, masks)
     assert (out.shape, out.dtype) == (grad.shape, dtype)
     assert (tuple(lse.shape), lse.dtype) == ((2, 8, 64), torch.float32)
-    gradients = kernels.backward(grad, q, k, v, out, lse, segments, **options)
+    gradients = kernels.backward(grad, q, k, v, out, lse, masks)
     assert [(each.shape, each.dtype) for each in gradients] == [(each.shape, dtype) for each in (q, k, v)]
 
 

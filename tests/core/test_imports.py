@@ -41,3 +41,16 @@ def test_importing_the_core_or_a_face_loads_nothing_of_the_other() -> None:
     assert not (lightning_face - lightning) & {"accelerate_smp", "accelerate", "transformers"}
     assert "accelerate_smp" in accelerate_face
     assert not (accelerate_face - accelerate) & {"lightning_smp", "lightning", "pytorch_lightning", "transformers"}
+
+
+def test_importing_rooms_loads_none_of_their_files() -> None:
+    """Names are imported when they are asked for, so `smp report`, say, does not wait for torch. The `smp` command is
+    the exception, whose room has it."""
+    rooms = [".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "smp_core").rglob("__init__.py")]
+    rooms.remove("smp_core.cli")
+    script = f"import sys, {', '.join(rooms)}; print(*sys.modules); import smp_core.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    loaded, command = done.stdout.splitlines()
+    assert {name for name in loaded.split() if name.startswith("smp_core")} == set(rooms)
+    assert command == "False"

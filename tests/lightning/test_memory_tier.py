@@ -23,8 +23,7 @@ from smp_core.checkpoint.memory.slots import SharedSlots
 from smp_core.checkpoint.memory.tier import MemoryTier, _is_newer
 from tests.core.models import LENGTH, TroubledModel
 from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import build
-from tests.core.tensor_parallel.model_cases import loss_of as staged_loss
+from tests.core.tensor_parallel.model_cases import build, loss_of as staged_loss
 from tests.harness import run_ranks
 from tests.lightning.losing import Lost, Watch, copy_slowly
 from tests.lightning.modules import LanguageModule, rank

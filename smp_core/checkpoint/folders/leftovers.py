@@ -1,7 +1,6 @@
 """The leftovers of interrupted saves in a folder, and the rules for their removal.
 
 .tmp-<name>-<host>-<random>        a save being written; locked while it lives
-.prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; complete
 .partial-<name>-<host>-<random>    an export or a single file being written
 .new-<host>-<random>               a temporary in the microseconds before it is locked
 """
@@ -20,17 +19,15 @@ from smp_core.checkpoint.folders.file_system import (
     new_save_id,
     release,
     remove_tree,
-    rename_new,
     try_lock,
 )
-from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError, Manifest
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES
+from smp_core.checkpoint.layout import TEMPORARY_PREFIX
 
 logger = logging.getLogger("smp")
 
 # An unlocked temporary of another host may belong to a live save where locks do not cross the network.
 _STALE_SECONDS = 3600.0
-_OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
+_OWN_ENTRY = re.compile(r"\.tmp-.+-[0-9a-f]{8}-[0-9a-f]{12}")
 _SCRATCH_ENTRY = re.compile(r"\.(new|partial-.+)-[0-9a-f]{8}-[0-9a-f]{12}")
 
 
@@ -39,30 +36,10 @@ def scratch_path(target: Path) -> Path:
     return target.parent / f".partial-{target.name}-{new_save_id()}"
 
 
-def own_name(entry: str) -> str:
-    """Return the name of the checkpoint that a temporary or previous directory belongs to."""
-    return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
-
-
-def previous_of(path: str) -> str | None:
-    """Return the newest complete ``.prev-*`` of a path."""
-    found = [entry for entry in siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
-    return max(found, key=_age, default=None)
-
-
-def _age(path: str) -> tuple[int, int, str]:
-    """Return the age of a checkpoint by its manifest, which needs no clock; before all others where it is damaged."""
-    try:
-        with open(os.path.join(path, MANIFEST), "rb") as file:
-            return Manifest.from_bytes(file.read(MANIFEST_BYTES), path).age
-    except (CheckpointError, OSError):
-        return (-1, 0, "")
-
-
-def siblings(path: str, prefix: str) -> list[str]:
-    """List the entries with this prefix that belong to a path."""
+def temporaries_of(path: str) -> list[str]:
+    """List the temporaries that belong to a path."""
     parent = os.path.dirname(os.path.abspath(path))
-    start = f"{prefix}{os.path.basename(path)}-"
+    start = f"{TEMPORARY_PREFIX}{os.path.basename(path)}-"
     try:
         names = os.listdir(parent)
     except OSError:
@@ -78,11 +55,6 @@ def sweep(path: str) -> list[str]:
         the removed directories.
     """
     removed: list[str] = []
-    if not os.path.lexists(path):
-        previous = previous_of(path)
-        if previous is not None:
-            rename_new(previous, path)
-            logger.warning("%s restored from %s, which an interrupted overwrite left", path, previous)
     parent = os.path.dirname(os.path.abspath(path))
     left_behind = _left_behind(parent)
     try:
@@ -127,16 +99,11 @@ def _scratch_left_behind(parent: str) -> list[str]:
 
 
 def _left_behind(parent: str) -> list[str]:
-    """List the temporaries in a directory, and moved checkpoints whose own path holds a checkpoint again."""
+    """List the temporaries in a directory."""
     try:
-        names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
+        return [os.path.join(parent, name) for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
     except OSError:
         return []
-    return [
-        os.path.join(parent, name)
-        for name in names
-        if name.startswith(TEMPORARY_PREFIX) or os.path.lexists(os.path.join(parent, own_name(name)))
-    ]
 
 
 def _newest_change(directory: str) -> float:

@@ -5,8 +5,7 @@ written last, and one rename is the commit. Over an existing checkpoint the rena
 that at every instant the path holds a whole checkpoint. Where the file system cannot exchange (NFS), the save's files
 carry its identity in their names, as on an object store: they are moved into the checkpoint that is there, the manifest
 replaces the old one in one rename, which is the commit, and the old files go. Only what is at the path and no whole
-checkpoint of ours (a link, half of one) is moved away first, to ``.prev-<name>-...``; readers accept a checkpoint there
-while the path is empty.
+checkpoint of ours (a link, half of one) is moved away first, so that a crash may leave the path empty.
 
 The temporary directory is locked (flock) for as long as its save lives, so that a later save can tell what a crash
 left behind from what another job is writing at the moment.
@@ -35,11 +34,10 @@ from smp_core.checkpoint.folders.file_system import (
     rename_new,
     try_lock,
 )
-from smp_core.checkpoint.folders.leftovers import previous_of, siblings, sweep
+from smp_core.checkpoint.folders.leftovers import sweep, temporaries_of
 from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink, Transaction
 from smp_core.checkpoint.layout import (
     MANIFEST,
-    PREVIOUS_PREFIX,
     TEMPORARY_PREFIX,
     CheckpointError,
     Manifest,
@@ -114,16 +112,11 @@ class _LocalRangeFile(RangeFile):
 
 
 class LocalFolder(Folder):
-    """A checkpoint directory; the ``.prev-*`` next to it when a crash fell between two renames."""
+    """A checkpoint directory."""
 
     def __init__(self, path: str) -> None:
         self.address = path
         self.path = path
-        if not os.path.lexists(path):
-            previous = previous_of(path)
-            if previous is not None:
-                logger.warning("%s is missing; reading %s, which an interrupted overwrite left", path, previous)
-                self.path = previous
 
     def exists(self) -> bool:
         return os.path.exists(self.path)
@@ -160,7 +153,7 @@ class LocalFolder(Folder):
         return _LocalRangeFile(self.path, name)
 
     def signs_of_crash(self) -> bool:
-        return bool(siblings(self.path, TEMPORARY_PREFIX) or siblings(self.path, PREVIOUS_PREFIX))
+        return bool(temporaries_of(self.path))
 
 
 class LocalTransaction(Transaction):
@@ -185,16 +178,16 @@ class LocalTransaction(Transaction):
         os.mkdir(unnamed)
         try:
             self._lock = try_lock(unnamed)
-            os.rename(unnamed, self._temporary(save_id))
+            os.rename(unnamed, _temporary(self.path, save_id))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.rmdir(unnamed)
             raise
-        self.temporary = self._temporary(save_id)
+        self.temporary = _temporary(self.path, save_id)
 
     def join(self, save_id: str, mark: str) -> None:
         self.mark = mark
-        self.temporary = self._temporary(save_id)
+        self.temporary = _temporary(self.path, save_id)
         deadline = time.monotonic() + _SEEN_SECONDS  # network file systems may show a new directory late
         while not os.path.isdir(self.temporary):
             if time.monotonic() > deadline:
@@ -203,9 +196,6 @@ class LocalTransaction(Transaction):
                     "a path on a file system that all nodes share"
                 )
             time.sleep(0.05)
-
-    def _temporary(self, save_id: str) -> str:
-        return os.path.join(os.path.dirname(self.path), f"{TEMPORARY_PREFIX}{os.path.basename(self.path)}-{save_id}")
 
     def _check_target(self, overwrite: bool) -> None:
         if not os.path.lexists(self.path):
@@ -270,10 +260,10 @@ class LocalTransaction(Transaction):
                     return self.temporary
             except FileNotFoundError:
                 continue  # another job removed the target in between
-            previous = self.temporary.replace(TEMPORARY_PREFIX, PREVIOUS_PREFIX, 1)
-            os.rename(self.path, previous)
+            away = _temporary(self.path, new_save_id())
+            os.rename(self.path, away)
             os.rename(self.temporary, self.path)
-            return previous
+            return away
 
     def _look_after_rename(self, manifest: bytes, replaced: str | None) -> None:
         """Look once more at what was renamed, and take it back if somebody has removed a file of it meanwhile.
@@ -358,6 +348,10 @@ class LocalTransaction(Transaction):
             self._lock = None
 
 
+def _temporary(path: str, save_id: str) -> str:
+    return os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.path.basename(path)}-{save_id}")
+
+
 def _lock_against_others(path: str) -> int:
     """Lock a folder, and return the descriptor that holds the lock.
 
@@ -423,9 +417,7 @@ def remove_local(path: str) -> None:
         return
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CheckpointError(f"{path} is not a torch-smp checkpoint and is not removed")
-    away = os.path.join(
-        os.path.dirname(os.path.abspath(path)), f"{TEMPORARY_PREFIX}{os.path.basename(path)}-{new_save_id()}"
-    )
+    away = _temporary(os.path.abspath(path), new_save_id())
     os.rename(path, away)
     fsync_directory(os.path.dirname(away))
     remove_tree(away)

@@ -6,10 +6,12 @@ tensors are read with weights_only=True. Tensors are read and written one by one
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,15 +86,21 @@ def _loader(reader: _SafeReader, name: str, stored: TensorStorageMetadata) -> An
 
 
 def _load(target: dict[str, Any], reader: _SafeReader) -> None:
-    if not target:
-        return
+    if target:
+        with _alone(reader.path):
+            dcp.load(target, storage_reader=reader, planner=_SafeLoadPlanner(), no_dist=True)
+
+
+@contextlib.contextmanager
+def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let DCP work in one process without its warning about that; errors become CheckpointErrors with the path."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(target, storage_reader=reader, planner=_SafeLoadPlanner(), no_dist=True)
+            yield
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{reader.path}: {cause}") from error
+        raise CheckpointError(f"{path}: {cause}") from error
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
@@ -126,10 +134,5 @@ def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
     """
     os.mkdir(path)
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(), no_dist=True)
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{path}: {cause}") from error
+    with _alone(path):
+        dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(), no_dist=True)

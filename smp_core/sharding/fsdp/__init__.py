@@ -7,40 +7,29 @@ one will do.
 
 from __future__ import annotations
 
-from smp_core.sharding.fsdp.adopted import (
-    adopt_units,
-    forget_partial_sums,
-    given_policy,
-    given_units,
-    partial_sum_bytes,
-)
-from smp_core.sharding.fsdp.calls import Calls, in_a_call
-from smp_core.sharding.fsdp.internals import require_internals
-from smp_core.sharding.fsdp.param_group import GivenPolicy
-from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
-from smp_core.sharding.fsdp.uncalled import explain_uncalled, name_uncalled
-from smp_core.sharding.fsdp.units import ShardedUnit, Slot, passing_by
-from smp_core.sharding.fsdp.wrapping import shard_units
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "adopt_units",
-    "at_end_of_backward",
-    "backward_pass",
-    "Calls",
-    "explain_uncalled",
-    "FAILED_PASS",
-    "forget_partial_sums",
-    "forget_passes",
-    "given_policy",
-    "given_units",
-    "GivenPolicy",
-    "in_a_call",
-    "name_uncalled",
-    "partial_sum_bytes",
-    "passing_by",
-    "require_internals",
-    "reshard",
-    "shard_units",
-    "ShardedUnit",
-    "Slot",
-]
+from smp_core import lazy_exports
+
+if TYPE_CHECKING:
+    from smp_core.sharding.fsdp.adopted import (
+        adopt_units as adopt_units,
+        forget_partial_sums as forget_partial_sums,
+        given_policy as given_policy,
+        given_units as given_units,
+        partial_sum_bytes as partial_sum_bytes,
+    )
+    from smp_core.sharding.fsdp.calls import Calls as Calls, in_a_call as in_a_call
+    from smp_core.sharding.fsdp.internals import require_internals as require_internals
+    from smp_core.sharding.fsdp.passes import (
+        FAILED_PASS as FAILED_PASS,
+        at_end_of_backward as at_end_of_backward,
+        backward_pass as backward_pass,
+        forget_passes as forget_passes,
+        reshard as reshard,
+    )
+    from smp_core.sharding.fsdp.uncalled import explain_uncalled as explain_uncalled, name_uncalled as name_uncalled
+    from smp_core.sharding.fsdp.units import ShardedUnit as ShardedUnit, Slot as Slot, passing_by as passing_by
+    from smp_core.sharding.fsdp.wrapping import shard_units as shard_units
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -7,34 +7,17 @@ RanksDiverged. Replicated parameters and hooks of parameters have their own file
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.sharding.gradients.accumulation import AccumulationWindow
-    from smp_core.sharding.gradients.divergence import RanksDiverged, require_same_collectives
-    from smp_core.sharding.gradients.received_gradients import Told
-    from smp_core.sharding.gradients.window import Window
-
-_PLACES = {
-    "AccumulationWindow": "accumulation",
-    "RanksDiverged": "divergence",
-    "require_same_collectives": "divergence",
-    "Told": "received_gradients",
-    "Window": "window",
-}
-
-__all__ = [
-    "AccumulationWindow",
-    "RanksDiverged",
-    "require_same_collectives",
-    "Told",
-    "Window",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.sharding.gradients.accumulation import AccumulationWindow as AccumulationWindow
+    from smp_core.sharding.gradients.divergence import (
+        RanksDiverged as RanksDiverged,
+        require_same_collectives as require_same_collectives,
+    )
+    from smp_core.sharding.gradients.received_gradients import Told as Told
+    from smp_core.sharding.gradients.window import Window as Window
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -7,54 +7,34 @@ mesh axis.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.sharding.optimizer.grad_norm import clip_grad_norm_, clip_grad_value_, settle_nonfinite
-    from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler, scale_in_stages
-    from smp_core.sharding.optimizer.kinds import register_elementwise, register_tensorwise
-    from smp_core.sharding.optimizer.prepared import prepare_optimizer
-    from smp_core.sharding.optimizer.shards import FlatShard, WorldSharding, like, local_of, master_dtype
-    from smp_core.sharding.optimizer.zero_grad import drop_with_zero_grad
-
-_PLACES = {
-    "clip_grad_norm_": "grad_norm",
-    "clip_grad_value_": "grad_norm",
-    "drop_with_zero_grad": "zero_grad",
-    "FlatShard": "shards",
-    "like": "shards",
-    "local_of": "shards",
-    "master_dtype": "shards",
-    "prepare_optimizer": "prepared",
-    "register_elementwise": "kinds",
-    "register_tensorwise": "kinds",
-    "scale_in_stages": "grad_scaler",
-    "settle_nonfinite": "grad_norm",
-    "ShardedGradScaler": "grad_scaler",
-    "WorldSharding": "shards",
-}
-
-__all__ = [
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "drop_with_zero_grad",
-    "FlatShard",
-    "like",
-    "local_of",
-    "master_dtype",
-    "prepare_optimizer",
-    "register_elementwise",
-    "register_tensorwise",
-    "scale_in_stages",
-    "settle_nonfinite",
-    "ShardedGradScaler",
-    "WorldSharding",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: not all of this folder is needed everywhere."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from smp_core.sharding.optimizer.grad_norm import (
+        clip_grad_norm_ as clip_grad_norm_,
+        clip_grad_value_ as clip_grad_value_,
+        settle_nonfinite as settle_nonfinite,
+    )
+    from smp_core.sharding.optimizer.grad_scaler import (
+        ShardedGradScaler as ShardedGradScaler,
+        scale_in_stages as scale_in_stages,
+    )
+    from smp_core.sharding.optimizer.kinds import (
+        register_elementwise as register_elementwise,
+        register_tensorwise as register_tensorwise,
+    )
+    from smp_core.sharding.optimizer.prepared import (
+        drop_with_zero_grad as drop_with_zero_grad,
+        prepare_optimizer as prepare_optimizer,
+    )
+    from smp_core.sharding.optimizer.shards import (
+        FlatShard as FlatShard,
+        WorldSharding as WorldSharding,
+        like as like,
+        local_of as local_of,
+        master_dtype as master_dtype,
+    )
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -93,16 +93,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    if _steps_elements(kind):
-        return
-    instead = "write optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
-    gives = f"optimizer_shard='world' gives each rank a part of every tensor, but {kind.__name__}"
-    if _is_named(kind, _ACROSS):
-        raise ValueError(f"{gives} looks across a tensor; {instead}")
-    raise ValueError(
-        f"{gives} is not known to step each element by itself; {instead}. If it does, register it before training: "
-        f"{_line('register_elementwise', kind)}"
-    )
+    if not _steps_elements(kind):
+        gives = "optimizer_shard='world' gives each rank a part of every tensor"
+        instead = "write optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
+        raise _refusal(kind, "element", "a tensor" if _is_named(kind, _ACROSS) else "", gives, instead)
 
 
 def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
@@ -112,16 +106,11 @@ def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    if _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise:
-        return
-    instead = "use one that looks at one tensor at a time, such as AdamW"
-    steps = f"with pipeline_parallel_degree the optimizer steps a stage's parameters alone, but {kind.__name__}"
-    if _is_named(kind, _ACROSS_TENSORS):
-        raise ValueError(f"{steps} looks across all its parameters; {instead}")
-    raise ValueError(
-        f"{steps} is not known to step each tensor by itself; {instead}. If it does, register it before training: "
-        f"{_line('register_tensorwise', kind)}"
-    )
+    if not (_steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
+        steps = "with pipeline_parallel_degree the optimizer steps a stage's parameters alone"
+        instead = "use one that looks at one tensor at a time, such as AdamW"
+        looks_across = "all its parameters" if _is_named(kind, _ACROSS_TENSORS) else ""
+        raise _refusal(kind, "tensor", looks_across, steps, instead)
 
 
 def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
@@ -148,5 +137,12 @@ def _is_named(kind: type, names: tuple[str, ...]) -> bool:
     return any(name.startswith(names) or name.endswith(names) for name in classes)
 
 
-def _line(function: str, kind: type) -> str:
-    return f"from smp_core.sharding.optimizer import {function}; {function}({kind.__name__})"
+def _refusal(kind: type, part: str, looks_across: str, why: str, instead: str) -> ValueError:
+    """Make the error for an optimizer that looks further than at one part; "": for one of which that is not known."""
+    if looks_across:
+        return ValueError(f"{why}, but {kind.__name__} looks across {looks_across}; {instead}")
+    register = f"register_{part}wise"
+    return ValueError(
+        f"{why}, but {kind.__name__} is not known to step each {part} by itself; {instead}. If it does, register it "
+        f"before training: from smp_core.sharding.optimizer import {register}; {register}({kind.__name__})"
+    )

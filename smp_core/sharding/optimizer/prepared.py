@@ -11,6 +11,8 @@ are loaded or saved, its groups are looked at again:
   one kind at a time
 
 With ``state_offload="optimizer"`` it steps on the host (:mod:`smp_core.sharding.optimizer.host`).
+
+``zero_grad`` of modules drops what an open window holds of their parameters too, as an optimizer's does.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -433,3 +436,35 @@ def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
     return len(meshes) > 1
+
+
+Drop = Callable[[Iterable[torch.Tensor], bool], None]
+
+
+def drop_with_zero_grad(model: nn.Module, drop: Drop) -> None:
+    """Let ``zero_grad`` of the model and of every module in it call ``drop`` (parameters, set_to_none) first."""
+    for module in model.modules():
+        module.zero_grad = _ZeroGrad(module, drop)  # type: ignore[method-assign]
+
+
+class _ZeroGrad:
+    """A method of the instance, because every module of the model has one and their classes are not ours. It copies and
+    pickles as the plain method of the copy."""
+
+    def __init__(self, module: nn.Module, drop: Drop) -> None:
+        self._module, self._drop = module, drop
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Reset gradients of all the module's parameters, held by the open window or not."""
+        self._drop(self._module.parameters(), set_to_none)
+        _plain(self._module)(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _plain(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _plain, (self._module,)
+
+
+def _plain(module: nn.Module) -> Callable[..., None]:
+    return types.MethodType(type(module).zero_grad, module)

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 import smp_core.checkpoint.folders.storage as storage
-from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoint, read_rest, read_tensors
+from smp_core.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointError,
+    async_save,
+    is_checkpoint,
+    read_rest,
+    read_tensors,
+)
 from smp_core.torch_facts.compat import collective_timeout
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import ROOT, run_ranks, run_script
@@ -161,3 +168,35 @@ def test_a_lost_rank_is_noticed_as_soon_as_in_training_and_keeps_no_process_aliv
     for limits, threads in run_ranks(limits_and_threads, 2, str(tmp_path)):
         assert limits[0] is not None and limits == [limits[0]] * 3
         assert threads == [True]
+
+
+def test_what_a_save_keeps_training_waiting_for_is_told_by_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only the three causes move."""
+    now = [0.0]
+
+    def takes(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(async_save.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(async_save, "stage", takes(2.0, async_save.stage))
+    monkeypatch.setattr(async_save.dist, "all_reduce", takes(0.25, lambda ended, **_: ended.zero_()))
+    noted: list[dict[str, Any]] = []
+    monkeypatch.setattr(async_save, "note", lambda kind, **fields: noted.append(fields))
+    saver = AsyncCheckpointer()
+    monkeypatch.setattr(saver, "wait", takes(5.0, saver.wait))
+    monkeypatch.setattr(saver, "_status_group", object())
+    for number in (1, 2, 3):
+        saver.save(tmp_path / str(number), {"value": torch.ones(1)})
+        for _ in range(2 if number == 1 else 0):
+            saver.settle()  # goes on elsewhere
+    causes = ("seconds_save_before", "seconds_copying", "seconds_agreeing")
+    told = [tuple(fields[cause] for cause in causes) for fields in noted]
+    assert told == [(5.0, 2.0, 0.0), (5.0, 2.0, 0.5), (5.0, 2.0, 0.0)]
+    assert [fields["stall_seconds"] for fields in noted] == [7.0, 7.5, 7.0]
+    saver.close()

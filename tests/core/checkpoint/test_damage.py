@@ -143,6 +143,13 @@ def test_an_edited_manifest_is_refused(copy: Path, edit: object) -> None:
     assert not is_checkpoint(copy)
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_of_the_format_is_refused_by_its_number(copy: Path, version: int) -> None:
+    rewrite_manifest(copy, {**json.loads((copy / "manifest.json").read_bytes()), "version": version})
+    with pytest.raises(CheckpointError, match=f"has format version {version}; this torch-smp reads version 2"):
+        read_manifest(copy)
+
+
 def test_missing_empty_half_and_foreign_folders_are_told_apart(tmp_path: Path) -> None:
     def message(path: Path) -> str:
         with pytest.raises(CheckpointError) as caught:

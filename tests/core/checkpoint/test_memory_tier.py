@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank, save_checkpoint
-from smp_core.checkpoint.memory import save as memory_save
-from smp_core.checkpoint.memory import tier as memory_tier
+from smp_core.checkpoint.memory import save as memory_save, tier as memory_tier
 from smp_core.checkpoint.memory.slots import SharedSlots
 from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.untrusted import StoreError

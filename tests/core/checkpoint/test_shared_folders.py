@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shutil
 from pathlib import Path
@@ -26,7 +25,6 @@ from smp_core.checkpoint import (
     save_step,
     verify_checkpoint,
 )
-from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.fault_runs import attempt, loaded, small, temporaries
 from tests.core.checkpoint.states import differences
 from tests.harness import run_ranks
@@ -76,17 +74,6 @@ def test_the_newest_is_found_and_kept_when_clocks_run_back(tmp_path: Path, monke
         assert newest_checkpoint(tmp_path) == str(tmp_path / f"step-{step:08d}")
     assert find_checkpoints(tmp_path) == ["step-00000007", "step-00000003", "step-00000004"]
     assert Clock.looks == 5
-
-
-def test_a_checkpoint_of_version_1_is_older_than_any_of_this_one(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_step(tmp_path, step, small(step))
-    for step, created in ((1, "2099-01-02"), (2, "2099-01-01")):
-        file = tmp_path / f"step-0000000{step}" / "manifest.json"
-        manifest = json.loads(file.read_bytes())
-        del manifest["sequence"]
-        rewrite_manifest(file.parent, {**manifest, "version": 1, "created": created})
-    assert find_checkpoints(tmp_path) == ["step-00000002", "step-00000001", "step-00000003"]
 
 
 def save_as_two_jobs(root: str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote, on four ranks that posed as two nodes, go on in this one."""
+"""Checkpoints that an earlier commit wrote, on four ranks that posed as two nodes, go on in this one."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Layout, split, stages
 from smp_core.topology import Topology

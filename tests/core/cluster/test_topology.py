@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from smp_core.topology import RankReport, Topology, topology_of_reports
 from tests.harness import run_ranks

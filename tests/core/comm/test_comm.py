@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.cluster.layout import PARTITION
-from smp_core.comm import exchange as exchanges
-from smp_core.comm import hierarchical
+from smp_core.comm import exchange as exchanges, hierarchical
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.exchange import exchange, sum_in_order, sum_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter

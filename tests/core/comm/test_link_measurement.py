@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from smp_core.cli import app
-from smp_core.cli import topology_command as commands
+from smp_core.cli import app, topology_command as commands
 from smp_core.cluster.links import KINDS, Kind, LinkFit, Links, ring_bytes
 from smp_core.comm import measuring
 from smp_core.topology import Topology

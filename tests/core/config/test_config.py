@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
 from smp_core.config import SmpConfig

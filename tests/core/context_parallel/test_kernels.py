@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp_core.context_parallel import flash, kernels, start_aligned
-from smp_core.context_parallel.fastest import FastestKernel, Kernel
+from smp_core.context_parallel.fastest import FastestKernel, Kernel, Masks
 
 ALL = (kernels.CPU, kernels.PRODUCTS, kernels.FLASH, kernels.FLASH_3, kernels.CUDNN)
 SEGMENTS = [((6, 6),), ((6, 14),), ((1, 1), (2, 5), (3, 3)), ((4, 40),)]
@@ -37,9 +37,9 @@ def run_with(
     kernel = {each.name: each for each in ALL}[name]
     patch.setattr(kernels, "kernels_for", lambda *_: (kernel,))
     grad, q, k, v = tensors(segments, *sizes)
-    options = {"scale": 0.3, "causal": causal, "window": window}
-    out, lse = kernels.forward(q, k, v, segments, **options)
-    return [out, lse, *kernels.backward(grad, q, k, v, out, lse, segments, **options)]
+    masks = Masks(segments, 0.3, causal, window)
+    out, lse = kernels.forward(q, k, v, masks)
+    return [out, lse, *kernels.backward(grad, q, k, v, out, lse, masks)]
 
 
 MASKS = [(True, None), (True, 3), (True, 50), (False, None)]
@@ -203,8 +203,8 @@ def names_for(device: str, dtype: torch.dtype, size: int = 64, value_size: int =
         def __init__(self, size: int) -> None:
             self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 64, 4, size)
 
-    segments = call.get("segments", ((64, 64),))
-    given = (Like(size), Like(size), Like(value_size), segments, True, call.get("window"))
+    masks = Masks(call.get("segments", ((64, 64),)), 1.0, True, call.get("window"))
+    given = (Like(size), Like(size), Like(value_size), masks)
     return [kernel.name for kernel in kernels.kernels_for(*given)]  # type: ignore[arg-type]
 
 
@@ -282,7 +282,7 @@ class Choice:
         """Name of the kernel whose numbers a forward gave."""
         q, k, v = (torch.randn(2, queries, 4, 16) for _ in range(3))
         with kernels.count_attention_work() as work:
-            kernels.forward(q, k, v, ((queries, queries),), scale=0.3, causal=True, window=None)
+            kernels.forward(q, k, v, Masks(((queries, queries),), 0.3, True, None))
         return [*work.calls][-1]
 
 
@@ -308,7 +308,7 @@ def test_measuring_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     Choice(monkeypatch, flash=2.0, fast=1.0)
     tensors = [torch.randn(1, 4, 2, 8) for _ in range(3)]
     before = torch.get_rng_state()
-    kernels.forward(*tensors, ((4, 4),), scale=1.0, causal=True, window=None)
+    kernels.forward(*tensors, Masks(((4, 4),), 1.0, True, None))
     assert torch.equal(torch.get_rng_state(), before)
 
 

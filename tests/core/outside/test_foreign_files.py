@@ -15,8 +15,7 @@ import pytest
 from accelerate_smp.launch import LaunchFile
 from smp_core.cluster.links import Links
 from smp_core.config import SmpConfig
-from smp_core.fp8.monitoring import Fp8Log
-from smp_core.fp8.monitoring import draw as draw_fp8
+from smp_core.fp8.monitoring import Fp8Log, draw as draw_fp8
 from smp_core.observe.memory_log import draw, read_log
 from smp_core.outside.foreign_files import lines_of_log, printable, read_yaml, write_new
 from smp_core.planner.hardware import Hardware

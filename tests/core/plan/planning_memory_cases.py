@@ -11,8 +11,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine.auto_degree import decide_with_smallest_degree, plans_of_all_degrees
 from smp_core.engine.decide import decide
 from smp_core.plan.cluster import Cluster
-from smp_core.plan.memory import MemoryEstimate
-from smp_core.plan.memory import estimate as estimate_of
+from smp_core.plan.memory import MemoryEstimate, estimate as estimate_of
 from smp_core.plan.plan import Plan
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import PlannedUnit, WrapPlan

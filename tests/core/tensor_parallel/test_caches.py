@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.harness import run_ranks
 
 KNOBS: list[dict[str, Any]] = [{"tensor_parallel_degree": 2}, {"activations": "full"}, {"activations": "selective"}]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.entry import parallelize
 from tests.core.tensor_parallel.model_cases import full
 from tests.harness import run_ranks
 
