@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_core.cluster.agreement import agreed, of_all_ranks, of_rank_0
     from smp_core.cluster.launch import LaunchEnvironment, launch_environment
-    from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks
+    from smp_core.cluster.layout import DATA, DEGREES, GRADIENTS, PARTITION, Axis, Layout, Ranks, degrees_of
     from smp_core.cluster.links import (
         KINDS,
         LINKS_VARIABLE,
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "agreed": "agreement",
+    "Axis": "layout",
     "Collectives": "links",
     "DATA": "layout",
+    "DEGREES": "layout",
+    "degrees_of": "layout",
     "gather_seconds": "links",
     "GRADIENTS": "layout",
     "Kind": "links",
@@ -59,8 +62,11 @@ _PLACES = {
 
 __all__ = [
     "agreed",
+    "Axis",
     "Collectives",
     "DATA",
+    "DEGREES",
+    "degrees_of",
     "gather_seconds",
     "GRADIENTS",
     "Kind",

@@ -3,7 +3,7 @@ gather, no link between nodes to spare) is set to the value that is in effect.""
 
 from __future__ import annotations
 
-from smp_core.cluster import PARTITION, Layout
+from smp_core.cluster import PARTITION, Axis, Layout
 from smp_core.codecs import CodeName
 from smp_core.plan import Draft, keeps_parameters
 from smp_core.topology import Topology
@@ -18,7 +18,7 @@ def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> Code
     asked = draft.knobs.compression
     degree = layout.size(*PARTITION)
     gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
-    sums_cross = topology.spans_nodes(layout.ranks(0, "replicate"))
+    sums_cross = topology.spans_nodes(layout.ranks(0, Axis.REPLICATE))
     if asked.gather is not None:
         if degree == 1:
             draft.drop("compression.gather", None, "shard_degree=1: nothing is gathered")

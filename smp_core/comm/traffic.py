@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import GRADIENTS, PARTITION, SmpMesh
+from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.exchange import prefers_messages
@@ -99,7 +99,7 @@ class Traffic:
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(form.error_feedback)
-        replica_stages = mesh.stages("replicate") if knobs.collectives.hierarchical else None
+        replica_stages = mesh.stages(Axis.REPLICATE) if knobs.collectives.hierarchical else None
         over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
         self.of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:

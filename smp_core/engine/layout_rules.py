@@ -3,7 +3,7 @@ a copy of gathered parameters between forward and backward."""
 
 from __future__ import annotations
 
-from smp_core.cluster import Layout
+from smp_core.cluster import Layout, degrees_of
 from smp_core.plan import Draft, replicas_share_nodes, two_stages
 from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology
@@ -30,7 +30,7 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     if degree != asked:
         counted = "ranks" if tensor == 1 else f"groups of {tensor} tensor ranks"
         draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
-    layout = Layout.of_world(world, degree, draft.knobs.context_parallel_degree, tensor, stages)
+    layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
     return layout
