@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory, save_activations
     from smp_core.activations.host_pool import HostPool
-    from smp_core.activations.rules import settle_activations
+    from smp_core.activations.rules import ACTIVATIONS
     from smp_core.activations.selective import keep_outputs_of, kept_outputs_shown_to
 
 _PLACES = {
     "ActivationMemory": "activation_memory",
+    "ACTIVATIONS": "rules",
     "HostPool": "host_pool",
     "keep_outputs_of": "selective",
     "kept_outputs_shown_to": "selective",
     "NO_ACTIVATION_MEMORY_SAVED": "activation_memory",
     "save_activations": "activation_memory",
-    "settle_activations": "rules",
 }
 
 __all__ = [
     "ActivationMemory",
+    "ACTIVATIONS",
     "HostPool",
     "keep_outputs_of",
     "kept_outputs_shown_to",
     "NO_ACTIVATION_MEMORY_SAVED",
     "save_activations",
-    "settle_activations",
 ]
 
 

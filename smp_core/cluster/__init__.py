@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_core.cluster.agreement import agreed, of_all_ranks, of_rank_0
     from smp_core.cluster.launch import LaunchEnvironment, launch_environment
-    from smp_core.cluster.layout import DATA, DEGREES, GRADIENTS, PARTITION, Axis, Layout, Ranks, degrees_of
+    from smp_core.cluster.layout import DATA, DEGREES, GRADIENTS, INNER, PARTITION, Axis, Layout, Ranks, degrees_of
     from smp_core.cluster.links import (
         KINDS,
         LINKS_VARIABLE,
@@ -39,6 +39,7 @@ _PLACES = {
     "degrees_of": "layout",
     "gather_seconds": "links",
     "GRADIENTS": "layout",
+    "INNER": "layout",
     "Kind": "links",
     "KINDS": "links",
     "launch_environment": "launch",
@@ -69,6 +70,7 @@ __all__ = [
     "degrees_of",
     "gather_seconds",
     "GRADIENTS",
+    "INNER",
     "Kind",
     "KINDS",
     "launch_environment",

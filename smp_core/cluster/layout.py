@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
@@ -58,6 +58,10 @@ PARTITION: Axes = (Axis.SHARD, Axis.CONTEXT)
 DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
 GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
 SAME_MODEL: Axes = tuple(axis for axis in Axis if axis is not Axis.PIPELINE)
+
+INNER: Axes = (Axis.TENSOR,)
+"""Axes inside of partition groups: ranks along them hold parts of one rank's shard, and count as one rank for what is
+decided about partition and replication groups."""
 
 Ranks = tuple[int, ...]
 
@@ -111,6 +115,10 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.size(*Axis)
+
+    def without(self, *axes: Axis) -> Layout:
+        """Return the layout with one rank along these axes."""
+        return replace(self, **{axis.value: 1 for axis in axes})
 
     def size(self, *axes: Axis) -> int:
         """Return the ranks along these axes together."""

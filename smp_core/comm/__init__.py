@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from smp_core.comm.exchange import prefers_messages, sum_rows
     from smp_core.comm.flat import CommObject, FlatAllGather, FlatAllReduce, FlatMaxReduce, FlatReduceScatter
     from smp_core.comm.issued import IssuedCollectives, first_to_differ
-    from smp_core.comm.link_rules import settle_prefetch, settle_stages
     from smp_core.comm.measuring import SIZES, TIMEOUT, measure
     from smp_core.comm.meter import LINK_CLASSES, CommMeter, LinkClass
     from smp_core.comm.remainder_state import KEY, load_remainder_state
     from smp_core.comm.replica_hop import ReplicaHop
-    from smp_core.comm.rules import settle_compression, settle_gathering, settle_head_groups, settle_optimizer_shard
+    from smp_core.comm.rules import COMMUNICATION
     from smp_core.comm.traffic import Route, Traffic
 
 _PLACES = {
     "Background": "background",
     "CommMeter": "meter",
     "CommObject": "flat",
+    "COMMUNICATION": "rules",
     "Deferred": "deferred",
     "first_to_differ": "issued",
     "FlatAllGather": "flat",
@@ -44,12 +44,6 @@ _PLACES = {
     "prefers_messages": "exchange",
     "ReplicaHop": "replica_hop",
     "Route": "traffic",
-    "settle_compression": "rules",
-    "settle_gathering": "rules",
-    "settle_head_groups": "rules",
-    "settle_optimizer_shard": "rules",
-    "settle_prefetch": "link_rules",
-    "settle_stages": "link_rules",
     "SIZES": "measuring",
     "sum_rows": "exchange",
     "TIMEOUT": "measuring",
@@ -60,6 +54,7 @@ __all__ = [
     "Background",
     "CommMeter",
     "CommObject",
+    "COMMUNICATION",
     "Deferred",
     "first_to_differ",
     "FlatAllGather",
@@ -76,12 +71,6 @@ __all__ = [
     "prefers_messages",
     "ReplicaHop",
     "Route",
-    "settle_compression",
-    "settle_gathering",
-    "settle_head_groups",
-    "settle_optimizer_shard",
-    "settle_prefetch",
-    "settle_stages",
     "SIZES",
     "sum_rows",
     "TIMEOUT",

@@ -12,7 +12,7 @@ from smp_core.config.fp8_recipe import Fp8Recipe
 from smp_core.config.plan_recipes import AutoPlan
 from smp_core.config.recipe import nested
 from smp_core.config.recipes import Activations, Compile, DelayedInit, Overlap, Pipeline, TensorParallel
-from smp_core.config.rules import contradictions
+from smp_core.config.rules import FP8_APART, Clash, contradictions
 from smp_core.config.sources import CONFIG_FILE_VARIABLE, YAML_SECTION
 from smp_core.config.table import DEFAULT, as_asked, lines_about_asked, shown, table_as_text
 from smp_core.config.values import nearest_name
@@ -21,11 +21,13 @@ __all__ = [
     "Activations",
     "as_asked",
     "AutoPlan",
+    "Clash",
     "Compile",
     "CONFIG_FILE_VARIABLE",
     "contradictions",
     "DEFAULT",
     "DelayedInit",
+    "FP8_APART",
     "Fp8Recipe",
     "lines_about_asked",
     "nearest_name",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from smp_core.context_parallel.chunked_models import chunk_losses, loss_only, smoothed
     from smp_core.context_parallel.documents import labels_within_documents
     from smp_core.context_parallel.flash import FLASH
+    from smp_core.context_parallel.rules import CONTEXT_PARALLELISM
     from smp_core.context_parallel.transformers_models import shifts_labels
     from smp_core.context_parallel.trial import Trial
 
@@ -33,6 +34,7 @@ _PLACES = {
     "active_split": "active",
     "BatchLayout": "batch",
     "chunk_losses": "chunked_models",
+    "CONTEXT_PARALLELISM": "rules",
     "ContextParallel": "batch",
     "enabled": "active",
     "FLASH": "flash",
@@ -54,6 +56,7 @@ __all__ = [
     "active_split",
     "BatchLayout",
     "chunk_losses",
+    "CONTEXT_PARALLELISM",
     "ContextParallel",
     "enabled",
     "FLASH",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from smp_core.engine.decide import decide_activations, decide_pipeline
     from smp_core.engine.layout_rules import settle_layout
     from smp_core.engine.parallel_model import ParallelModel
+    from smp_core.engine.subjects import SUBJECTS, lines_of_subjects
 
 _PLACES = {
     "adopt_sharded_model": "adoption",
@@ -27,6 +28,7 @@ _PLACES = {
     "decide_pipeline": "decide",
     "decide_with_smallest_degree": "auto_degree",
     "fill": "averaging",
+    "lines_of_subjects": "subjects",
     "mesh_of": "conversions",
     "missed": "auto_degree",
     "parallelize_model": "conversions",
@@ -36,6 +38,7 @@ _PLACES = {
     "settle_layout": "layout_rules",
     "ShardedAverage": "averaging",
     "smallest_layout": "auto_degree",
+    "SUBJECTS": "subjects",
     "take_written": "averaging",
 }
 
@@ -45,6 +48,7 @@ __all__ = [
     "decide_pipeline",
     "decide_with_smallest_degree",
     "fill",
+    "lines_of_subjects",
     "mesh_of",
     "missed",
     "parallelize_model",
@@ -54,6 +58,7 @@ __all__ = [
     "settle_layout",
     "ShardedAverage",
     "smallest_layout",
+    "SUBJECTS",
     "take_written",
 ]
 

@@ -9,23 +9,22 @@ from smp_core.config import Fp8Recipe
 
 if TYPE_CHECKING:
     from smp_core.fp8.backends import convert_with
-    from smp_core.fp8.casting import device_multiplies_fp8, has_triton
     from smp_core.fp8.convert import Fp8Model, convert_to_fp8
     from smp_core.fp8.gathered import WeightGather
     from smp_core.fp8.linear import SITES, Float8Linear, unquantized
     from smp_core.fp8.monitoring import Fp8Probe, Fp8Watch
+    from smp_core.fp8.rules import FP8
     from smp_core.fp8.scaling import Fp8State
 
 _PLACES = {
     "convert_to_fp8": "convert",
     "convert_with": "backends",
-    "device_multiplies_fp8": "casting",
     "Float8Linear": "linear",
+    "FP8": "rules",
     "Fp8Model": "convert",
     "Fp8Probe": "monitoring",
     "Fp8State": "scaling",
     "Fp8Watch": "monitoring",
-    "has_triton": "casting",
     "SITES": "linear",
     "unquantized": "linear",
     "WeightGather": "gathered",
@@ -34,14 +33,13 @@ _PLACES = {
 __all__ = [
     "convert_to_fp8",
     "convert_with",
-    "device_multiplies_fp8",
     "Float8Linear",
+    "FP8",
     "Fp8Model",
     "Fp8Probe",
     "Fp8Recipe",
     "Fp8State",
     "Fp8Watch",
-    "has_triton",
     "SITES",
     "unquantized",
     "WeightGather",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smp_core.pipeline.randomness import StepSeeds
     from smp_core.pipeline.rehearsal import rehearse
     from smp_core.pipeline.results import is_number, loss_of, mean_of
-    from smp_core.pipeline.rules import settle_pipeline_stages
+    from smp_core.pipeline.rules import PIPELINE_PARALLELISM
     from smp_core.pipeline.stage import leave_out_other_stages
     from smp_core.pipeline.stand_ins import Played, played_of
     from smp_core.pipeline.states import states_of_all_stages
@@ -35,11 +35,11 @@ _PLACES = {
     "mean_of": "results",
     "Messages": "messages",
     "Pipeline": "step",
+    "PIPELINE_PARALLELISM": "rules",
     "Played": "stand_ins",
     "played_of": "stand_ins",
     "rehearse": "rehearsal",
     "SameBatches": "batches",
-    "settle_pipeline_stages": "rules",
     "split_batch": "batches",
     "states_of_all_stages": "states",
     "StepSeeds": "randomness",
@@ -60,11 +60,11 @@ __all__ = [
     "mean_of",
     "Messages",
     "Pipeline",
+    "PIPELINE_PARALLELISM",
     "Played",
     "played_of",
     "rehearse",
     "SameBatches",
-    "settle_pipeline_stages",
     "split_batch",
     "states_of_all_stages",
     "StepSeeds",

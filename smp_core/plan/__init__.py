@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule
     from smp_core.plan.cluster import GIB, Cluster
-    from smp_core.plan.draft import Draft
+    from smp_core.plan.draft import Draft, ModelDraft
     from smp_core.plan.dtypes import HALF, Dtypes, Precision, dtype_of, name_of
     from smp_core.plan.examples import Example, example_of
     from smp_core.plan.kept_operators import is_kept, keep_outputs_of
@@ -35,11 +35,14 @@ if TYPE_CHECKING:
     from smp_core.plan.schedules import Step, blocks_kept, chunks_of, computations, forward_only, with_messages
     from smp_core.plan.shapes import Shapes
     from smp_core.plan.stages import Stages
+    from smp_core.plan.subject import Finding, Subject, asked_for, came_sharded
     from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, units_with
 
 _PLACES = {
     "ActivationPlan": "plan",
+    "asked_for": "subject",
     "blocks_kept": "schedules",
+    "came_sharded": "subject",
     "CheckpointedModule": "checkpointed",
     "chunks_of": "schedules",
     "Cluster": "cluster",
@@ -54,6 +57,7 @@ _PLACES = {
     "estimate": "memory",
     "Example": "examples",
     "example_of": "examples",
+    "Finding": "subject",
     "fitting": "memory",
     "forward_only": "schedules",
     "GIB": "cluster",
@@ -66,6 +70,7 @@ _PLACES = {
     "keep_outputs_of": "kept_operators",
     "keeps_parameters": "plan",
     "MemoryEstimate": "memory",
+    "ModelDraft": "draft",
     "name_of": "dtypes",
     "OPTIMIZERS": "optimizers",
     "OptimizerStates": "optimizers",
@@ -78,6 +83,7 @@ _PLACES = {
     "Shapes": "shapes",
     "Stages": "stages",
     "Step": "schedules",
+    "Subject": "subject",
     "svg_picture": "picture",
     "text_picture": "picture",
     "TRAINERS_OWN": "plan",
@@ -90,7 +96,9 @@ _PLACES = {
 
 __all__ = [
     "ActivationPlan",
+    "asked_for",
     "blocks_kept",
+    "came_sharded",
     "CheckpointedModule",
     "chunks_of",
     "Cluster",
@@ -105,6 +113,7 @@ __all__ = [
     "estimate",
     "Example",
     "example_of",
+    "Finding",
     "fitting",
     "forward_only",
     "GIB",
@@ -117,6 +126,7 @@ __all__ = [
     "keep_outputs_of",
     "keeps_parameters",
     "MemoryEstimate",
+    "ModelDraft",
     "name_of",
     "OPTIMIZERS",
     "OptimizerStates",
@@ -129,6 +139,7 @@ __all__ = [
     "Shapes",
     "Stages",
     "Step",
+    "Subject",
     "svg_picture",
     "text_picture",
     "TRAINERS_OWN",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
-    from smp_core.sharding.dtype_rules import settle_masters, settle_precision, settle_reduce_dtype, settle_stored_dtype
+    from smp_core.sharding.dtype_rules import settle_precision
     from smp_core.sharding.forward_methods import register_forward_methods
     from smp_core.sharding.fsdp_options import apply_fsdp_options
     from smp_core.sharding.given import NativeWindow, given_sharding
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from smp_core.sharding.mixed_operands import compute_with_unsharded_tensors
     from smp_core.sharding.pickling import is_a_part, refuse_to_pickle_shards
     from smp_core.sharding.replaced import ReplacedParameters, of_replaced
+    from smp_core.sharding.rules import SHARDING
     from smp_core.sharding.scalars import reduce_scalars
 
 _PLACES = {
@@ -36,10 +37,8 @@ _PLACES = {
     "register_forward_methods": "forward_methods",
     "ReplacedParameters": "replaced",
     "settle_given": "given_rules",
-    "settle_masters": "dtype_rules",
     "settle_precision": "dtype_rules",
-    "settle_reduce_dtype": "dtype_rules",
-    "settle_stored_dtype": "dtype_rules",
+    "SHARDING": "rules",
     "sync_batch_norm_on_cpu": "batch_norm",
 }
 
@@ -56,10 +55,8 @@ __all__ = [
     "register_forward_methods",
     "ReplacedParameters",
     "settle_given",
-    "settle_masters",
     "settle_precision",
-    "settle_reduce_dtype",
-    "settle_stored_dtype",
+    "SHARDING",
     "sync_batch_norm_on_cpu",
 ]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from smp_core.tensor_parallel.apply import apply_tensor_parallel
     from smp_core.tensor_parallel.inspection import Inspected, inspect
     from smp_core.tensor_parallel.operators import TensorAxis
-    from smp_core.tensor_parallel.rules import require_known_combination, require_tensor_degree
+    from smp_core.tensor_parallel.rules import TENSOR_PARALLELISM, require_tensor_degree
     from smp_core.tensor_parallel.split_model import SplitModel
     from smp_core.tensor_parallel.whole_gradients import WholeGradients
 
@@ -22,9 +22,9 @@ _PLACES = {
     "apply_tensor_parallel": "apply",
     "inspect": "inspection",
     "Inspected": "inspection",
-    "require_known_combination": "rules",
     "require_tensor_degree": "rules",
     "SplitModel": "split_model",
+    "TENSOR_PARALLELISM": "rules",
     "TensorAxis": "operators",
     "WholeGradients": "whole_gradients",
 }
@@ -33,9 +33,9 @@ __all__ = [
     "apply_tensor_parallel",
     "inspect",
     "Inspected",
-    "require_known_combination",
     "require_tensor_degree",
     "SplitModel",
+    "TENSOR_PARALLELISM",
     "TensorAxis",
     "WholeGradients",
 ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         symmetric_memory_operators,
         without_caches,
     )
+    from smp_core.torch_facts.kernels import device_multiplies_fp8, has_triton
     from smp_core.torch_facts.module_names import clean_name, compiled_of, is_compiled, uncompiled
     from smp_core.torch_facts.stepped import (
         StepsOnHost,
@@ -42,9 +43,11 @@ _PLACES = {
     "collective_timeout": "compat",
     "compiled_of": "module_names",
     "depends_on": "compat",
+    "device_multiplies_fp8": "kernels",
     "embeddings_of": "compat",
     "fsdp_has": "compat",
     "FSDP_METHODS": "compat",
+    "has_triton": "kernels",
     "is_absent": "absent",
     "is_compiled": "module_names",
     "is_outermost": "stepped",
@@ -71,9 +74,11 @@ __all__ = [
     "collective_timeout",
     "compiled_of",
     "depends_on",
+    "device_multiplies_fp8",
     "embeddings_of",
     "fsdp_has",
     "FSDP_METHODS",
+    "has_triton",
     "is_absent",
     "is_compiled",
     "is_outermost",
