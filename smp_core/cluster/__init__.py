@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smp_core.cluster.agreement import agreed, of_all_ranks, of_rank_0
     from smp_core.cluster.launch import LaunchEnvironment, launch_environment
-    from smp_core.cluster.layout import DATA, DEGREES, GRADIENTS, INNER, PARTITION, Axis, Layout, Ranks, degrees_of
+    from smp_core.cluster.layout import (
+        DATA,
+        DEGREES,
+        GRADIENTS,
+        INNER,
+        PARTITION,
+        Axis,
+        Layout,
+        Ranks,
+        degrees_of,
+        inner_degree,
+    )
     from smp_core.cluster.links import (
         KINDS,
         LINKS_VARIABLE,
@@ -40,6 +51,7 @@ _PLACES = {
     "gather_seconds": "links",
     "GRADIENTS": "layout",
     "INNER": "layout",
+    "inner_degree": "layout",
     "Kind": "links",
     "KINDS": "links",
     "launch_environment": "launch",
@@ -71,6 +83,7 @@ __all__ = [
     "gather_seconds",
     "GRADIENTS",
     "INNER",
+    "inner_degree",
     "Kind",
     "KINDS",
     "launch_environment",

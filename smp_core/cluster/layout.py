@@ -48,12 +48,6 @@ DEGREES = {
 """The axes that a run has only if it is asked for them, and the knob with the size of each; ``shard_degree`` counts
 context ranks and no others of them."""
 
-
-def degrees_of(knobs: SmpConfig) -> dict[Axis, int]:
-    """Return the sizes that knobs ask of the axes of :data:`DEGREES`."""
-    return {axis: getattr(knobs, knob) for axis, knob in DEGREES.items()}
-
-
 PARTITION: Axes = (Axis.SHARD, Axis.CONTEXT)
 DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
 GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
@@ -64,6 +58,16 @@ INNER: Axes = (Axis.TENSOR,)
 decided about partition and replication groups."""
 
 Ranks = tuple[int, ...]
+
+
+def degrees_of(knobs: SmpConfig) -> dict[Axis, int]:
+    """Return the sizes that knobs ask of the axes of :data:`DEGREES`."""
+    return {axis: getattr(knobs, knob) for axis, knob in DEGREES.items()}
+
+
+def inner_degree(knobs: SmpConfig) -> int:
+    """Return how many ranks count as one for what is decided about partition groups (:data:`INNER`)."""
+    return math.prod(degrees_of(knobs)[axis] for axis in INNER)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Compilation(Subject):
     """torch.compile of blocks, as one of the subjects."""
 
     name = "compilation"
-    page = "performance.md"
+    page = "configuration.md"
     knobs = ("compile",)
     apart = (
         Clash(

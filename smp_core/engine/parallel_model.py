@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint import named_optimizer_state
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
@@ -114,12 +114,7 @@ class ParallelModel:
             values: unsharded weights on the host, by the names of ``module``.
         """
         config = self.config
-        degrees = {
-            "context_parallel_degree": config.context_parallel_degree,
-            "tensor_parallel_degree": config.tensor_parallel_degree,
-            "pipeline_parallel_degree": config.pipeline_parallel_degree,
-        }
-        split = [f"{knob}={degree}" for knob, degree in degrees.items() if degree != 1]
+        split = [f"{DEGREES[axis]}={degree}" for axis, degree in degrees_of(config).items() if degree != 1]
         if config.fp8 is not None:
             split.append("fp8")
         refusal = ""

@@ -59,7 +59,7 @@ class PipelineParallelism(Subject):
         Clash("sharding", "models that came sharded", came_sharded, "give the model as it is built"),
         Clash(
             "activations",
-            "models that checkpoint activations themselves",
+            "`activations.checkpoint` of models that checkpoint themselves",
             _checkpoints_itself,
             "call model.gradient_checkpointing_disable()",
         ),

@@ -34,7 +34,7 @@ class Finding:
 
 
 class Subject:
-    """One subject. A method that is not overridden does nothing.
+    """A subject. A method that is not overridden does nothing.
 
     Attributes:
         name: in messages and pages.

@@ -21,7 +21,6 @@ _PINNED: dict[str, Any] = {
 _TOO_LATE = {
     "fp8": "fp8",
     "activations.checkpoint": "activations",
-    "activations.offload": "activations",
     "collectives.symmetric_memory": "communication",
 }
 # On a (replicate, shard) mesh torch gathers and reduces.
