@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -77,12 +78,12 @@ class ModelDraft(Draft):
         """The same with the ranks on inner axes for one."""
         return self.of_stage.without(*INNER)
 
-    @property
+    @cached_property
     def stage(self) -> Cluster:
         """The machines of one pipeline stage."""
         return self.cluster.of_stage(self.layout.size(Axis.PIPELINE))
 
-    @property
+    @cached_property
     def groups(self) -> Cluster:
         """The same with the ranks on inner axes for one."""
         return self.stage.of_groups(self.layout.size(*INNER))

@@ -1,8 +1,8 @@
-"""Subject: what a room of rules offers to whoever goes through all of them.
+"""Subject: the interface of sharding, context parallelism, FP8 and all other subjects, each a folder with its rules.
 
-Sharding, context parallelism, FP8, ... are subjects: folders with an object each, made of :class:`Subject`.
-``engine/subjects.py`` lists them. ``decide`` lets each settle its knobs, the start-up report lets each describe itself,
-`smp doctor` lets each look at the machine, and docs/combinations.md shows which go together.
+Each folder exports one object of a class made of :class:`Subject`; ``engine/subjects.py`` lists them. ``decide``
+resolves the knobs of one after another, the start-up report has the lines of each, `smp doctor` what each uses of the
+machine, and docs/combinations.md which go together.
 """
 
 from __future__ import annotations
