@@ -14,7 +14,7 @@ from typing import Any
 
 from smp_core.activations import ACTIVATIONS
 from smp_core.config import SmpConfig
-from smp_core.engine.compiled import COMPILATION
+from smp_core.engine.compile_rules import COMPILATION
 from smp_core.engine.layout_rules import settle_layout
 from smp_core.engine.subjects import SUBJECTS
 from smp_core.pipeline import PIPELINE_PARALLELISM

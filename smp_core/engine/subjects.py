@@ -9,7 +9,7 @@ from __future__ import annotations
 from smp_core.activations import ACTIVATIONS
 from smp_core.comm import COMMUNICATION
 from smp_core.context_parallel import CONTEXT_PARALLELISM
-from smp_core.engine.compiled import COMPILATION
+from smp_core.engine.compile_rules import COMPILATION
 from smp_core.fp8 import FP8
 from smp_core.pipeline import PIPELINE_PARALLELISM
 from smp_core.plan import Plan, Subject
