@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 
-from smp_core.cluster import DATA, GRADIENTS, Layout
+from smp_core.cluster import DATA, GRADIENTS, Axis, Layout
 from smp_core.context_parallel import part_of_mean
 from smp_core.engine import ParallelModel
 from smp_core.pipeline import Within, loss_of, mean_of, split_batch
@@ -44,7 +44,7 @@ class PipelinedAccelerator(Accelerator):
     """
 
     layout: Layout | None = None
-    _counted: tuple[str, ...] | None = GRADIENTS
+    _counted: tuple[Axis, ...] | None = GRADIENTS
     _stepped: ParallelModel | None = None
     _is_inside_step = False
 
@@ -79,7 +79,7 @@ class PipelinedAccelerator(Accelerator):
         return last
 
     @contextlib.contextmanager
-    def _counting(self, axes: tuple[str, ...] | None) -> Iterator[None]:
+    def _counting(self, axes: tuple[Axis, ...] | None) -> Iterator[None]:
         before, self._counted = self._counted, axes
         try:
             yield

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
-from smp_core.cluster import DATA, GRADIENTS, Ranks, SmpMesh
+from smp_core.cluster import DATA, GRADIENTS, Axis, Ranks, SmpMesh
 from smp_core.context_parallel import BatchLayout, SplitBatch, active_split, enabled, part_of_mean, shifts_labels
 from smp_core.engine import ParallelModel
 from smp_core.pipeline import Within
@@ -308,5 +308,5 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.context_degree == 1:
             return tensor
         tensor = tensor.detach().clone()
-        dist.all_reduce(tensor, group=self.parallel.mesh.group("context"))
+        dist.all_reduce(tensor, group=self.parallel.mesh.group(Axis.CONTEXT))
         return tensor / self.context_degree

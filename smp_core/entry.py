@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from smp_core.checkpoint.memory import MemoryTier
-from smp_core.cluster import Layout, SmpMesh, agreed, of_rank_0
+from smp_core.cluster import DEGREES, PARTITION, Layout, SmpMesh, agreed, of_rank_0
 from smp_core.config import SmpConfig
 from smp_core.engine import (
     ParallelModel,
@@ -182,9 +182,9 @@ def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
 
 def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
     if mesh.layout != plan.layout:
+        knobs = {"shard_degree": PARTITION, **{knob: (axis,) for axis, knob in DEGREES.items()}}
+        asked = ", ".join(f"{knob}={plan.layout.size(*axes)}" for knob, axes in knobs.items())
+        before = ", ".join(str(mesh.layout.size(*axes)) for axes in knobs.values())
         raise ValueError(
-            f"shard_degree={plan.shard_degree}, context_parallel_degree={plan.layout.context}, tensor_parallel_degree="
-            f"{plan.layout.tensor} and pipeline_parallel_degree={plan.layout.pipeline}, but the mesh of the model "
-            f"before has {mesh.shard_degree}, {mesh.context_degree}, {mesh.tensor_degree} and {mesh.pipeline_degree}; "
-            "write the same, or shard_degree='auto'"
+            f"{asked}, but the mesh of the model before has {before}; write the same, or shard_degree='auto'"
         )

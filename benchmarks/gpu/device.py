@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from smp_core.fp8 import casting
+from smp_core.torch_facts import kernels
 
 
 class NotHere(Exception):
@@ -30,8 +30,8 @@ class Device:
         self.device = torch.device(kind, *(() if self.rehearsal else (0,)))
         if self.rehearsal:
             # The paths of a device with FP8 tensor cores, without Triton; products are slow reference kernels.
-            casting._CAPABLE[self.device] = True
-            casting._TRITON = False
+            kernels._CAPABLE[self.device] = True
+            kernels._TRITON = False
             self.activities = [ProfilerActivity.CPU]
         else:
             torch.cuda.set_device(self.device)
@@ -41,7 +41,7 @@ class Device:
         """Raise `NotHere` in a rehearsal, or without FP8 tensor cores where they are needed."""
         if self.rehearsal:
             raise NotHere("no device")
-        if fp8 and not casting.device_multiplies_fp8(self.device):
+        if fp8 and not kernels.device_multiplies_fp8(self.device):
             raise NotHere("no FP8 tensor cores")
 
     def synchronize(self) -> None:
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    triton = __import__("triton").__version__ if casting.has_triton() else None
+    triton = __import__("triton").__version__ if kernels.has_triton() else None
     return {
         "device": properties.name,
         "memory_gib": round(properties.total_memory / 2**30, 1),

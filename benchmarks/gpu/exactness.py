@@ -16,9 +16,10 @@ from torch import nn
 from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import Rows
 from smp_core.fp8 import convert_to_fp8
-from smp_core.fp8.casting import Quantized, amax_of, cast_eager, has_triton, transposed, transposed_eager
+from smp_core.fp8.casting import Quantized, amax_of, cast_eager, transposed, transposed_eager
 from smp_core.fp8.products import forward_product, input_gradient, weight_gradient
 from smp_core.fp8.scaling import E4M3, E5M2, LARGEST, scale_for
+from smp_core.torch_facts import has_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/core/codecs/test_triton_codec.py", "tests/core/fp8/test_fp8_triton.py")

@@ -15,8 +15,9 @@ from benchmarks.gpu.items import Rows
 from smp_core.codecs.codec import codec
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.backends import convert_with
-from smp_core.fp8.casting import amax_of, cast_eager, has_triton, transposed, transposed_eager
+from smp_core.fp8.casting import amax_of, cast_eager, transposed, transposed_eager
 from smp_core.fp8.scaling import E4M3, LARGEST, scale_for
+from smp_core.torch_facts import has_triton
 
 COPY_GOAL, LAYER_GOAL = 0.7, 1.5
 

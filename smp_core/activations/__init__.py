@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         save_activations as save_activations,
     )
     from smp_core.activations.host_pool import HostPool as HostPool
-    from smp_core.activations.rules import settle_activations as settle_activations
+    from smp_core.activations.rules import ACTIVATIONS as ACTIVATIONS
     from smp_core.activations.selective import (
         keep_outputs_of as keep_outputs_of,
         kept_outputs_shown_to as kept_outputs_shown_to,

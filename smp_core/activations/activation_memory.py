@@ -31,8 +31,8 @@ class ActivationMemory:
     recomputed_units: frozenset[str] = frozenset()
     offloader: Offloader | None = None
 
-    def describe(self) -> list[str]:
-        """Describe the savings in lines for people; none if nothing is saved."""
+    def describe(self) -> str:
+        """Describe the savings in lines for people; empty if nothing is saved."""
         lines = []
         if self.checkpointed:
             modules_by_mode = Counter(each.mode for each in self.checkpointed)
@@ -43,7 +43,7 @@ class ActivationMemory:
                 f"inputs of all but {self.offloader.horizon} of them wait in host memory, at most "
                 f"{self.offloader.pool.limit_bytes / GIB:.3g} GiB on each rank"
             )
-        return lines
+        return "\n".join(lines)
 
 
 NO_ACTIVATION_MEMORY_SAVED = ActivationMemory()

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from smp_core.plan import GIB, ActivationPlan, Cluster, Draft, Shapes
+from smp_core.plan import GIB, ActivationPlan, Cluster, ModelDraft, Subject
 
 
-def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> ActivationPlan:
-    """Resolve recomputation, its check, and offloading.
+class Activations(Subject):
+    """Activation memory, as one of the subjects."""
 
-    Raises:
-        ValueError: the model checkpoints itself and its inputs were to be offloaded.
-    """
-    asked = draft.knobs.activations
+    name = "activations"
+    page = "memory.md"
+    knobs = ("activations", "chunked_cross_entropy")
+    part = "activations"
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve recomputation, its check, and offloading.
+
+        Raises:
+            ValueError: the model checkpoints itself and its inputs were to be offloaded.
+        """
+        draft.activations = _settle_activations(draft)
+
+
+ACTIVATIONS = Activations()
+
+
+def _settle_activations(draft: ModelDraft) -> ActivationPlan:
+    asked, shapes = draft.knobs.activations, draft.shapes
     if shapes.checkpoints_itself:
         # Computing everything twice more saves nothing.
         why = "the model's own gradient checkpointing is on"
@@ -27,13 +42,13 @@ def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> Activa
     return ActivationPlan(
         shapes.checkpointed,
         draft.knobs.activations.check,
-        _settle_offloading(draft, len(shapes.checkpointed), cluster),
+        _settle_offloading(draft, len(shapes.checkpointed), draft.stage),
         asked.loading_horizon,
         asked.offload_min_bytes,
     )
 
 
-def _settle_offloading(draft: Draft, checkpointed: int, cluster: Cluster) -> int | None:
+def _settle_offloading(draft: ModelDraft, checkpointed: int, cluster: Cluster) -> int | None:
     asked, horizon = draft.knobs.activations, draft.knobs.activations.loading_horizon
     if not asked.offload:
         if horizon != 2:

@@ -1,7 +1,8 @@
 """`smp doctor`: what this machine has that torch-smp uses, what is missing, and what to change.
 
 Each check looks at one thing on this machine, takes at most a few seconds, and returns what it found. Nothing is
-changed, and nothing is sent over a network; links are measured by `smp topology --measure`.
+changed, and nothing is sent over a network; links are measured by `smp topology --measure`. What a subject uses of the
+machine it looks for itself (:meth:`smp_core.plan.subject.Subject.machine`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +30,7 @@ from rich.table import Table
 
 from smp_core.checkpoint.memory import left_by_ended_jobs
 from smp_core.outside import OLDEST, console, is_older
+from smp_core.plan import Finding
 from smp_core.torch_facts import TESTED_TORCH
 
 # torch's are those of docs/versions.md; the others those of constraints.txt (tests/core/cli/test_doctor.py compares
@@ -44,23 +45,6 @@ TESTED = {
 }
 _WRITTEN = 64 * 2**20  # bytes of the storage check
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A check's result.
-
-    Attributes:
-        topic: what was looked at.
-        state: "ok", "note" (worth knowing) or "problem" (has to be changed).
-        found: in words.
-        fix: what to do about it; "" if nothing.
-    """
-
-    topic: str
-    state: Literal["ok", "note", "problem"]
-    found: str
-    fix: str = ""
 
 
 def versions() -> Iterator[Finding]:
@@ -92,16 +76,6 @@ def devices() -> Iterator[Finding]:
     memory = min(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())) / 2**30
     found = f"{torch.cuda.device_count()} x {', '.join(sorted(kinds))}, at least {memory:.0f} GiB free"
     yield Finding("devices", "ok" if len(kinds) == 1 else "note", found, "" if len(kinds) == 1 else "use one kind")
-    capability = torch.cuda.get_device_capability()
-    for name, least, instead in (
-        ("bfloat16", (8, 0), "write param_dtype='float16'"),
-        ("FlashAttention", (8, 0), "attention takes torch's math kernels"),
-        ("FP8", (8, 9), "leave fp8 out; products are emulated"),
-    ):
-        if capability >= least:
-            yield Finding(name, "ok", "yes", "")
-        else:
-            yield Finding(name, "note", f"needs {least[0]}.{least[1]}", instead)
     yield Finding("cuDNN", "ok" if torch.backends.cudnn.is_available() else "note", str(torch.backends.cudnn.version()))
 
 
@@ -114,13 +88,6 @@ def kernels() -> Iterator[Finding]:
         yield Finding("Triton", "problem", "not installed", "pip install triton")
     else:
         yield Finding("Triton", "note", "not installed", "")
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    yield Finding(
-        "C compiler",
-        "ok" if compiler else "note",
-        compiler or "none",
-        "" if compiler else "torch.compile and Triton need one: install gcc",
-    )
 
 
 def network() -> Iterator[Finding]:
@@ -230,24 +197,10 @@ def storage(folder: Path) -> Iterator[Finding]:
     yield Finding("storage", state, f"{folder}: {rate:.0f} MiB/s with fsync, renames, {free:.0f} GiB free")
 
 
-def links() -> Iterator[Finding]:
-    """Look whether measured links are known."""
-    stored = os.environ.get("SMP_LINKS")
-    if stored and not Path(stored).is_file():
-        yield Finding("links", "problem", f"SMP_LINKS={stored}: no such file", "unset SMP_LINKS, or measure again")
-    elif stored:
-        yield Finding("links", "ok", stored)
-    else:
-        yield Finding(
-            "links",
-            "note",
-            "not measured",
-            "on all nodes: torchrun ... -m smp_core.cli topology --measure --store links.json",
-        )
-
-
 def findings(folder: Path) -> list[Finding]:
-    """Run all checks; one that fails is a finding too."""
+    """Run all checks, those of subjects included; one that fails is a finding too."""
+    from smp_core.engine import SUBJECTS  # the engine takes a second, which no other command has to wait
+
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", versions),
         ("devices", devices),
@@ -257,7 +210,7 @@ def findings(folder: Path) -> list[Finding]:
         ("states in memory", states_in_memory),
         ("clock", clock),
         ("storage", lambda: storage(folder)),
-        ("links", links),
+        *((subject.name, subject.machine) for subject in SUBJECTS),
     ]
     found: list[Finding] = []
     for name, check in checks:

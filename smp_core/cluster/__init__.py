@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from smp_core.cluster.launch import LaunchEnvironment as LaunchEnvironment, launch_environment as launch_environment
     from smp_core.cluster.layout import (
         DATA as DATA,
+        DEGREES as DEGREES,
         GRADIENTS as GRADIENTS,
+        INNER as INNER,
         PARTITION as PARTITION,
+        Axis as Axis,
         Layout as Layout,
         Ranks as Ranks,
+        degrees_of as degrees_of,
+        inner_degree as inner_degree,
     )
     from smp_core.cluster.links import (
         KINDS as KINDS,

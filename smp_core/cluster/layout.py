@@ -1,38 +1,78 @@
 """Layout: the named axes on which the ranks of a run are laid out. Pure arithmetic: no processes, no groups.
 
-Outer to inner, so that what talks most is closest together:
-
-    pipeline    stages of the model
-    replicate   replicas of the model states (MiCS: replication group)
-    shard       ranks that each hold a part of the model states and read different samples
-    context     ranks that hold pieces of one sequence; they hold parts of the model states too
-    tensor      ranks that hold parts of one layer
-
-Several axes together are named where they mean something: ``PARTITION`` is the MiCS partition group, ``DATA`` the ranks
-that read different samples, ``GRADIENTS`` those whose gradients are added up, ``SAME_MODEL`` those that compute the
-same layers.
+:class:`Axis` has their names, outer to inner, so that what talks most is closest together. Several axes together are
+named where they mean something: ``PARTITION`` is the MiCS partition group, ``DATA`` the ranks that read different
+samples, ``GRADIENTS`` those whose gradients are added up, ``SAME_MODEL`` those that compute the same layers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
 
+from smp_core.config import SmpConfig
 from smp_core.topology import Topology
 
-PARTITION = ("shard", "context")
-DATA = ("replicate", "shard")
-GRADIENTS = ("replicate", "shard", "context")
-SAME_MODEL = ("replicate", "shard", "context", "tensor")
+
+class Axis(str, Enum):
+    """The axes of a layout, outer to inner. Members are texts: names of a DeviceMesh's dimensions, keys of logs.
+
+    Attributes:
+        PIPELINE: stages of the model.
+        REPLICATE: replicas of the model states (MiCS: replication group).
+        SHARD: ranks that each hold a part of the model states and read different samples.
+        CONTEXT: ranks that hold pieces of one sequence; they hold parts of the model states too.
+        TENSOR: ranks that hold parts of one layer.
+    """
+
+    PIPELINE = "pipeline"
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    CONTEXT = "context"
+    TENSOR = "tensor"
+
+    __str__ = str.__str__  # the name itself in texts, whatever the version of Python
+
+
+Axes = tuple[Axis, ...]
+
+DEGREES = {
+    Axis.PIPELINE: "pipeline_parallel_degree",
+    Axis.TENSOR: "tensor_parallel_degree",
+    Axis.CONTEXT: "context_parallel_degree",
+}
+"""The axes that a run has only if it is asked for them, and the knob with the size of each; ``shard_degree`` counts
+context ranks and no others of them."""
+
+PARTITION: Axes = (Axis.SHARD, Axis.CONTEXT)
+DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
+GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
+SAME_MODEL: Axes = tuple(axis for axis in Axis if axis is not Axis.PIPELINE)
+
+INNER: Axes = (Axis.TENSOR,)
+"""Axes inside of partition groups: ranks along them hold parts of one rank's shard, and count as one rank for what is
+decided about partition and replication groups."""
 
 Ranks = tuple[int, ...]
 
 
+def degrees_of(knobs: SmpConfig) -> dict[Axis, int]:
+    """Return the sizes that knobs ask of the axes of :data:`DEGREES`."""
+    return {axis: getattr(knobs, knob) for axis, knob in DEGREES.items()}
+
+
+def inner_degree(knobs: SmpConfig) -> int:
+    """Return how many ranks count as one for what is decided about partition groups (:data:`INNER`)."""
+    return math.prod(degrees_of(knobs)[axis] for axis in INNER)
+
+
 @dataclass(frozen=True)
 class Layout:
-    """The size of every axis. Rank 0 has coordinate 0 on all of them; the innermost axis counts first."""
+    """The size of every axis, by its name. Rank 0 has coordinate 0 on all of them; the innermost axis counts first."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -41,66 +81,61 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of_world(
-        cls,
-        world_size: int,
-        shard_degree: int,
-        context_degree: int = 1,
-        tensor_degree: int = 1,
-        pipeline_degree: int = 1,
-    ) -> Layout:
-        """Return the layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included and
-        tensor ranks not. Degrees below the pipeline's are those of one stage's ranks.
+    def of_world(cls, world_size: int, shard_degree: int, degrees: Mapping[Axis, int] = MappingProxyType({})) -> Layout:
+        """Return the layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included.
+
+        Args:
+            degrees: sizes of the axes of :data:`DEGREES`; one that is not named has one rank. Each divides the ranks
+                that are left by those before it, and context ranks the partition group.
 
         Raises:
             ValueError: a degree that does not divide what it has to, with those that do.
         """
-        if world_size % pipeline_degree:
+        sizes = {axis: degrees.get(axis, 1) for axis in DEGREES}
+        context, tensor = sizes[Axis.CONTEXT], sizes[Axis.TENSOR]
+        left = whole = world_size
+        for axis, degree in sizes.items():
+            if axis is Axis.CONTEXT:
+                continue
+            if left % degree:
+                raise ValueError(
+                    f"{DEGREES[axis]}={degree} does not divide the world of {left} ranks; allowed: {_divisors(left)}"
+                )
+            whole, left = left, left // degree
+        if left % shard_degree:
+            split = "" if tensor == 1 else f" in tensor groups of {tensor}"
             raise ValueError(
-                f"pipeline_parallel_degree={pipeline_degree} does not divide the world of {world_size} ranks; "
-                f"allowed: {_divisors(world_size)}"
+                f"shard_degree={shard_degree} does not divide the world of {whole} ranks{split}; "
+                f"allowed: {_divisors(left)}"
             )
-        world_size //= pipeline_degree
-        if world_size % tensor_degree:
+        if shard_degree % context:
             raise ValueError(
-                f"tensor_parallel_degree={tensor_degree} does not divide the world of {world_size} ranks; "
-                f"allowed: {_divisors(world_size)}"
-            )
-        if world_size // tensor_degree % shard_degree:
-            split = "" if tensor_degree == 1 else f" in tensor groups of {tensor_degree}"
-            raise ValueError(
-                f"shard_degree={shard_degree} does not divide the world of {world_size} ranks{split}; "
-                f"allowed: {_divisors(world_size // tensor_degree)}"
-            )
-        if shard_degree % context_degree:
-            raise ValueError(
-                f"context_parallel_degree={context_degree} does not divide shard_degree={shard_degree}: context ranks "
+                f"{DEGREES[Axis.CONTEXT]}={context} does not divide shard_degree={shard_degree}: context ranks "
                 f"are part of the partition group; allowed: {_divisors(shard_degree)}"
             )
-        return cls(
-            pipeline=pipeline_degree,
-            replicate=world_size // tensor_degree // shard_degree,
-            shard=shard_degree // context_degree,
-            context=context_degree,
-            tensor=tensor_degree,
-        )
+        sizes[Axis.REPLICATE], sizes[Axis.SHARD] = left // shard_degree, shard_degree // context
+        return cls(**{axis.value: size for axis, size in sizes.items()})
 
     @property
     def world_size(self) -> int:
-        return self.size(*_AXES)
+        return self.size(*Axis)
 
-    def size(self, *axes: str) -> int:
+    def without(self, *axes: Axis) -> Layout:
+        """Return the layout with one rank along these axes."""
+        return replace(self, **{axis.value: 1 for axis in axes})
+
+    def size(self, *axes: Axis) -> int:
         """Return the ranks along these axes together."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        return math.prod(getattr(self, axis.value) for axis in axes)
 
-    def coordinate(self, rank: int, *axes: str) -> int:
+    def coordinate(self, rank: int, *axes: Axis) -> int:
         """Return where the rank stands on an axis; on several axes together, the outer ones first."""
         place = 0
         for axis in _in_order(axes):
             place = place * self.size(axis) + rank // self._stride(axis) % self.size(axis)
         return place
 
-    def ranks(self, rank: int, *axes: str) -> Ranks:
+    def ranks(self, rank: int, *axes: Axis) -> Ranks:
         """Return the rank's group along these axes: all ranks that differ from it on these axes only, in order."""
         ordered = _in_order(axes)
         own = sum(self.coordinate(rank, axis) * self._stride(axis) for axis in ordered)
@@ -108,17 +143,17 @@ class Layout:
         strides = [self._stride(axis) for axis in ordered]
         return tuple(rank - own + sum(map(int.__mul__, place, strides)) for place in places)
 
-    def groups(self, *axes: str) -> list[Ranks]:
+    def groups(self, *axes: Axis) -> list[Ranks]:
         """Return all groups along these axes. They tile the world, and are ordered by their first ranks."""
-        firsts = self.ranks(0, *(axis for axis in _AXES if axis not in axes))
+        firsts = self.ranks(0, *(axis for axis in Axis if axis not in axes))
         return [self.ranks(first, *axes) for first in firsts]
 
-    def _stride(self, axis: str) -> int:
+    def _stride(self, axis: Axis) -> int:
         """Return how far apart neighbours on the axis are."""
-        return self.size(*_AXES[_AXES.index(axis) + 1 :])
+        return self.size(*_ORDER[_ORDER.index(axis) + 1 :])
 
 
-_AXES = tuple(field.name for field in fields(Layout))
+_ORDER = tuple(Axis)
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:
@@ -142,8 +177,8 @@ def stages(groups: Sequence[Ranks], topology: Topology) -> tuple[list[Ranks], li
     return inside, across
 
 
-def _in_order(axes: Sequence[str]) -> list[str]:
-    return sorted(axes, key=_AXES.index)
+def _in_order(axes: Sequence[Axis]) -> list[Axis]:
+    return sorted(axes, key=_ORDER.index)
 
 
 def _divisors(number: int) -> str:

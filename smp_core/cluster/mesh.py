@@ -19,15 +19,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, SAME_MODEL, Layout, Ranks, split, stages
+from smp_core.cluster.layout import (
+    DATA,
+    DEGREES,
+    GRADIENTS,
+    PARTITION,
+    SAME_MODEL,
+    Axes,
+    Axis,
+    Layout,
+    Ranks,
+    split,
+    stages,
+)
 from smp_core.topology import Topology
 from smp_core.torch_facts import streams
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-
 # The groups that are made: of which axes collectives run.
-_AXES = (PARTITION, ("replicate",), GRADIENTS, DATA, ("context",), ("tensor",), SAME_MODEL, ("pipeline",))
+_GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME_MODEL, *((axis,) for axis in DEGREES))
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,8 @@ class SmpMesh:
     device: torch.device
     device_mesh: DeviceMesh
     _groups: _Groups
-    _by_axes: Mapping[tuple[str, ...], dist.ProcessGroup]
-    _stages: Mapping[tuple[str, ...], Stages | None]
+    _by_axes: Mapping[Axes, dist.ProcessGroup]
+    _stages: Mapping[Axes, Stages | None]
 
     @classmethod
     def build(
@@ -73,27 +84,23 @@ class SmpMesh:
             raise ValueError(
                 f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
             )
-        sizes = {
-            "pipeline": layout.pipeline,
-            "replicate": layout.replicate,
-            "shard": layout.size(*PARTITION),
-            "tensor": layout.tensor,
-        }
-        for axis in ("pipeline", "tensor"):
-            if sizes[axis] == 1:
-                del sizes[axis]
-        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        # Context ranks hold shards too: to torch they are ranks of the shard axis.
+        sizes = {axis: layout.size(axis) for axis in Axis if axis is not Axis.CONTEXT}
+        sizes[Axis.SHARD] = layout.size(*PARTITION)
+        sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in DEGREES}
+        names = tuple(axis.value for axis in sizes)
+        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
         groups = _Groups(rank, device)
-        for known in (*map(device_mesh.get_group, sizes), _world_group()):
+        for known in (*map(device_mesh.get_group, names), _world_group()):
             groups.know(known)
-        by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        in_two: dict[tuple[str, ...], Stages | None] = {}
-        for axes in _AXES:
-            if axes in (("context",), ("tensor",), ("pipeline",)) and layout.size(*axes) == 1:
+        by_axes: dict[Axes, dist.ProcessGroup] = {}
+        in_two: dict[Axes, Stages | None] = {}
+        for axes in _GROUPS:
+            if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
                 continue  # nobody asks for it
             members = layout.groups(*axes)
             # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
-            alone = axes == ("replicate",) and layout.size(*GRADIENTS) == layout.replicate > 1
+            alone = axes == (Axis.REPLICATE,) and layout.size(*GRADIENTS) == layout.replicate > 1
             by_axes[axes] = groups.make(members) if alone else groups.own(members)
             in_two[axes] = groups.own_stages(members, topology) if in_stages and axes != DATA else None
         mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, in_two)
@@ -113,24 +120,25 @@ class SmpMesh:
     def holders(self) -> list[DeviceMesh]:
         """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no
         collective is called on it. Collective over the world."""
-        partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, "pipeline")]
-        return [DeviceMesh(self.device.type, torch.tensor(ranks), mesh_dim_names=("shard",)) for ranks in partitions]
+        partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, Axis.PIPELINE)]
+        names = (Axis.SHARD.value,)
+        return [DeviceMesh(self.device.type, torch.tensor(ranks), mesh_dim_names=names) for ranks in partitions]
 
     def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
         stage is none of them. Collective over the world at its first use."""
-        columns = self.layout.groups("pipeline")
+        columns = self.layout.groups(Axis.PIPELINE)
         inside = [tuple(column[stage] for stage in stages) for column in columns]
         others = [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
         group = self._groups.own([*inside, *others])
         self._groups.connect()
         return group if self.stage in stages else None
 
-    def group(self, *axes: str) -> dist.ProcessGroup:
+    def group(self, *axes: Axis) -> dist.ProcessGroup:
         """Return this rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
         return self._by_axes[axes]
 
-    def stages(self, *axes: str) -> Stages | None:
+    def stages(self, *axes: Axis) -> Stages | None:
         """Return the same group's ranks on this node, and its ranks with this place on their nodes; None where its
         collectives have one stage, because it lies on one node or has one rank on each."""
         return self._stages[axes]
@@ -159,16 +167,16 @@ class SmpMesh:
     @property
     def stage(self) -> int:
         """The pipeline stage of this rank."""
-        return self.layout.coordinate(self.rank, "pipeline")
+        return self.layout.coordinate(self.rank, Axis.PIPELINE)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        return self.device_mesh["shard"]
+        return self.device_mesh[Axis.SHARD.value]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
         """The ranks that hold parts of one layer; there only where they are several."""
-        return self.device_mesh["tensor"]
+        return self.device_mesh[Axis.TENSOR.value]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -178,7 +186,7 @@ class SmpMesh:
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same shard. Nothing but sums of gradients uses its communicator."""
-        return self.group("replicate")
+        return self.group(Axis.REPLICATE)
 
     @property
     def model_group(self) -> dist.ProcessGroup:
@@ -221,11 +229,11 @@ class SmpMesh:
 
     @property
     def replicate_rank(self) -> int:
-        return self.layout.coordinate(self.rank, "replicate")
+        return self.layout.coordinate(self.rank, Axis.REPLICATE)
 
     @property
     def context_rank(self) -> int:
-        return self.layout.coordinate(self.rank, "context")
+        return self.layout.coordinate(self.rank, Axis.CONTEXT)
 
     @property
     def batch_degree(self) -> int:

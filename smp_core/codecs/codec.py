@@ -17,8 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from smp_core.fp8 import device_multiplies_fp8, has_triton
-from smp_core.torch_facts import streams
+from smp_core.torch_facts import device_multiplies_fp8, has_triton, streams
 
 BLOCK = 256
 ALIGN = 16

@@ -23,17 +23,11 @@ if TYPE_CHECKING:
         FlatReduceScatter as FlatReduceScatter,
     )
     from smp_core.comm.issued import IssuedCollectives as IssuedCollectives, first_to_differ as first_to_differ
-    from smp_core.comm.link_rules import settle_prefetch as settle_prefetch, settle_stages as settle_stages
     from smp_core.comm.measuring import SIZES as SIZES, TIMEOUT as TIMEOUT, measure as measure
     from smp_core.comm.meter import LINK_CLASSES as LINK_CLASSES, CommMeter as CommMeter, LinkClass as LinkClass
     from smp_core.comm.remainder_state import KEY as KEY, load_remainder_state as load_remainder_state
     from smp_core.comm.replica_hop import ReplicaHop as ReplicaHop
-    from smp_core.comm.rules import (
-        settle_compression as settle_compression,
-        settle_gathering as settle_gathering,
-        settle_head_groups as settle_head_groups,
-        settle_optimizer_shard as settle_optimizer_shard,
-    )
+    from smp_core.comm.rules import COMMUNICATION as COMMUNICATION
     from smp_core.comm.traffic import Route as Route, Traffic as Traffic
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -39,7 +39,7 @@ from smp_core.cluster import (
 )
 from smp_core.codecs import CodeName
 from smp_core.config import SmpConfig
-from smp_core.plan import Cluster, Draft, Shapes, compression, dtype_of, replicas_share_nodes, two_stages
+from smp_core.plan import Cluster, ModelDraft, Shapes, compression, dtype_of, replicas_share_nodes, two_stages
 from smp_core.torch_facts import FSDP_METHODS
 
 MOST_IN_FLIGHT = 4
@@ -55,13 +55,10 @@ def units_in_flight(link: LinkFit, message_bytes: float) -> int:
     return min(max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT)
 
 
-def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, payload: CodeName | None) -> None:
-    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured.
-
-    Args:
-        payload: of sums across replicas; None: as they are.
-    """
-    knobs, links, degree = draft.knobs, cluster.links, layout.size(*PARTITION)
+def settle_stages(draft: ModelDraft) -> None:
+    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured."""
+    knobs, shapes, cluster = draft.knobs, draft.shapes, draft.groups
+    links, degree = cluster.links, draft.of_groups.size(*PARTITION)
     of_partition = two_stages(degree, cluster.topology)
     several = of_partition or replicas_share_nodes(degree, cluster.topology)
     if knobs.asked("collectives.hierarchical") != "auto" or not several or not shapes.unit_elements:
@@ -75,7 +72,7 @@ def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster
         if of_partition:
             found = _partition_seconds(links, degree, knobs, elements, gathered, reduced)
         else:
-            compressed = compression(payload, reduced, elements)
+            compressed = compression(draft.replica_payload, reduced, elements)
             found = [replica_sum_seconds(links, degree, elements * reduced.itemsize, compressed)]
         one += sum(in_one for in_one, _ in found)
         two += sum(in_two for _, in_two in found)
@@ -96,13 +93,14 @@ def _partition_seconds(
     return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
 
 
-def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:
+def settle_prefetch(draft: ModelDraft) -> None:
     """Resolve how many units are in flight, and FSDP2's other options about communication. What was asked for by value
     is checked first; "auto" follows.
 
     Raises:
         ValueError: an option that this torch, device or configuration does not have.
     """
+    shapes, layout, cluster = draft.shapes, draft.of_groups, draft.groups
     degree = layout.size(*PARTITION)
     for knob in FSDP_METHODS:
         asked = getattr(draft.knobs.collectives, knob)

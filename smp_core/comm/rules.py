@@ -1,24 +1,61 @@
-"""Rules for what is gathered and reduced, how often, and compressed how. A knob that can save nothing here (nothing to
-gather, no link between nodes to spare) is set to the value that is in effect."""
+"""Rules for what is sent: compressed how, over which stages. A knob that can save nothing here (nothing to gather, no
+link between nodes to spare) is set to the value that is in effect."""
 
 from __future__ import annotations
 
-from smp_core.cluster import PARTITION, Layout
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_core.cluster import LINKS_VARIABLE, PARTITION, Axis
 from smp_core.codecs import CodeName
-from smp_core.plan import Draft, keeps_parameters
-from smp_core.topology import Topology
+from smp_core.comm.link_rules import settle_prefetch, settle_stages
+from smp_core.plan import Finding, ModelDraft, Subject
 
 
-def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> CodeName | None:
+class Communication(Subject):
+    """Collectives and their compression, as one of the subjects."""
+
+    name = "communication"
+    page = "sharding.md"
+    knobs = ("compression", "collectives")
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve what is sent, in which form and over which stages, and how much is in flight.
+
+        Raises:
+            ValueError: an option that this torch, device or configuration does not have.
+        """
+        draft.replica_payload = _settle_compression(draft)
+        settle_stages(draft)
+        settle_prefetch(draft)
+
+    def machine(self) -> Iterator[Finding]:
+        """Look whether measured links are known."""
+        stored = os.environ.get(LINKS_VARIABLE)
+        if stored and not Path(stored).is_file():
+            fix = f"unset {LINKS_VARIABLE}, or measure again"
+            yield Finding("links", "problem", f"{LINKS_VARIABLE}={stored}: no such file", fix)
+        elif stored:
+            yield Finding("links", "ok", stored)
+        else:
+            fix = "on all nodes: torchrun ... -m smp_core.cli topology --measure --store links.json"
+            yield Finding("links", "note", "not measured", fix)
+
+
+COMMUNICATION = Communication()
+
+
+def _settle_compression(draft: ModelDraft) -> CodeName | None:
     """Resolve the compressed payloads and error feedback.
 
     Returns:
         the payload of sums across replicas, None where they are sent as they are.
     """
-    asked = draft.knobs.compression
+    asked, layout, topology = draft.knobs.compression, draft.of_groups, draft.groups.topology
     degree = layout.size(*PARTITION)
     gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
-    sums_cross = topology.spans_nodes(layout.ranks(0, "replicate"))
+    sums_cross = topology.spans_nodes(layout.ranks(0, Axis.REPLICATE))
     if asked.gather is not None:
         if degree == 1:
             draft.drop("compression.gather", None, "shard_degree=1: nothing is gathered")
@@ -39,47 +76,3 @@ def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> Code
     if not sums_cross:
         return None
     return codes or ("bfloat16" if settled.reduce == "bf16" else None)
-
-
-def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool, masters: bool) -> bool:
-    """Resolve what is gathered and how often gradients are reduced.
-
-    Returns:
-        whether units are sharded by FSDP2. A partition group of one has nothing to gather, and FSDP2 would copy every
-        parameter for each use; it is still needed where it casts parameters to another dtype, and where it brings them
-        from the host.
-    """
-    if layout.size(*PARTITION) > 1:
-        return True
-    knobs = draft.knobs
-    casts = knobs.param_dtype is not None and cast_forward_inputs
-    kept = "parameters" if keeps_parameters(knobs) else "shards"
-    if knobs.keep_between_micro_batches == "gradients":
-        why = "shard_degree=1: nothing is reduced inside a partition group"
-        draft.settle("keep_between_micro_batches", kept, why)
-    if casts or masters or knobs.state_offload == "all":
-        return True
-    why = "shard_degree=1: parameters are whole, nothing is gathered"
-    draft.settle("param_dtype", None, why)
-    draft.settle("reshard_after_forward", False, why)
-    if draft.knobs.keep_between_micro_batches != "shards":
-        draft.settle("keep_between_micro_batches", "shards", why)
-    return False
-
-
-def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
-    """Resolve ``optimizer_shard="world"`` where there is one replica."""
-    if draft.knobs.optimizer_shard == "world" and layout.replicate == 1:
-        why = "there is one replica: optimizer states are sharded over all ranks already"
-        draft.settle("optimizer_shard", "shard", why)
-
-
-def settle_head_groups(draft: Draft, layout: Layout, device: str) -> None:
-    """Resolve in how many groups of heads keys and values are sent between context ranks."""
-    knob, asked = "collectives.context_head_groups", draft.knobs.collectives.context_head_groups
-    if layout.context == 1:
-        (draft.settle if asked in ("auto", 1) else draft.drop)(knob, 1, "context_parallel_degree=1")
-    elif asked == "auto":
-        on_cpu = device == "cpu"
-        why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
-        draft.settle(knob, 1 if on_cpu else 2, why)

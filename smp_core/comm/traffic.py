@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import GRADIENTS, PARTITION, SmpMesh
+from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.exchange import prefers_messages
@@ -68,7 +68,6 @@ class Traffic:
     """Makes the communication objects of one model.
 
     Attributes:
-        of_units: the route of units' sums, over the replication group: FSDP2 has added up inside the partition group.
         of_replicated: that of parameters that every rank holds whole, over all ranks whose gradients are added up.
         steps: optimizer steps so far.
         issued: what was asked of the objects that it has made.
@@ -99,18 +98,23 @@ class Traffic:
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(form.error_feedback)
-        replica_stages = mesh.stages("replicate") if knobs.collectives.hierarchical else None
+        replica_stages = mesh.stages(Axis.REPLICATE) if knobs.collectives.hierarchical else None
         over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
-        self.of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
+        self._of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
             gradient_stages = mesh.stages(*GRADIENTS) if knobs.collectives.hierarchical else None
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"
-        for hop in dict.fromkeys((self.of_units.hop, self.of_replicated.hop)):
+        for hop in dict.fromkeys((self._of_units.hop, self.of_replicated.hop)):
             if hop.stages is not None or hop.codec is not None or over_world:
                 hop.connect()
+
+    def route_of(self, unit: Unit) -> Route:
+        """Return the route of a unit's sums: over the replication group, since FSDP2 has added up inside the partition
+        group. The same for all units; what is kept of them for checkpoints is that of this one route."""
+        return self._of_units
 
     def gather_exactly(self, names: Iterable[str]) -> None:
         """Let these parameters travel as they are, also where others are gathered in codes."""
@@ -194,7 +198,7 @@ class Traffic:
         ``"reductions"``, ``"replica hop"``. Empty where nothing was. Waits for the device."""
         found = dict(self._policy.fallbacks) if self._policy is not None else {}
         found["reductions"] = sum(int(reduction.fallbacks) for reduction in self._reductions.values())
-        found["replica hop"] = int(self.of_units.hop.fallbacks)
+        found["replica hop"] = int(self._of_units.hop.fallbacks)
         return {name: count for name, count in found.items() if count}
 
     @property
@@ -215,7 +219,7 @@ class Traffic:
         if not self.keeps_remainders:
             return {}
         own = {f"reduce {name}": made.residual for name, made in self._reductions.items() if made.residual is not None}
-        for key, (to_owners, from_owner) in self.of_units.hop.residuals.items():
+        for key, (to_owners, from_owner) in self._of_units.hop.residuals.items():
             own[f"hop {key}, to owners"], own[f"hop {key}, from owner"] = to_owners, from_owner
         group = self.mesh.model_group
         everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -233,7 +237,7 @@ class Traffic:
         """Take up what :meth:`error_feedback` gave; names of units that are not here are left out."""
         if not self.keeps_remainders:
             return
-        m = dist.get_world_size(self.of_units.hop.between)
+        m = dist.get_world_size(self._of_units.hop.between)
         columns = dist.get_world_size(self.mesh.shard_group if self._stages is None else self._stages[1])
         for name, tensor in saved.items():
             kind, _, rest = name.partition(" ")
@@ -242,4 +246,4 @@ class Traffic:
             elif kind == "hop" and rest.endswith(", to owners"):
                 key = rest.removesuffix(", to owners")
                 from_owner = saved[f"hop {key}, from owner"].clone()
-                self.of_units.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)
+                self._of_units.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)

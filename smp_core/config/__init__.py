@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Pipeline as Pipeline,
         TensorParallel as TensorParallel,
     )
-    from smp_core.config.rules import contradictions as contradictions
+    from smp_core.config.rules import FP8_APART as FP8_APART, Clash as Clash, contradictions as contradictions
     from smp_core.config.sources import CONFIG_FILE_VARIABLE as CONFIG_FILE_VARIABLE, YAML_SECTION as YAML_SECTION
     from smp_core.config.table import (
         DEFAULT as DEFAULT,

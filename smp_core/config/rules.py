@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from smp_core.config import values as read
 from smp_core.config.other_strategies import argument_of_another
 from smp_core.config.recipes import RECIPES, Compression
 from smp_core.config.smp_parameters import SMP_OPTIONS
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Clash(Generic[T]):
+    """One respect in which a subject does not go together with another yet, for errors and for pages.
+
+    Attributes:
+        other: the name of the other subject.
+        words: the part of the other subject that is meant, as docs/combinations.md shows it.
+        found: returns what was asked for, with its value; None: nothing of the kind. Takes a configuration, or the
+            draft of a plan.
+        instead: what to write.
+    """
+
+    other: str
+    words: str
+    found: Callable[[T], str | None]
+    instead: str
 
 
 def contradictions(asked: Any) -> Iterator[str]:
@@ -68,18 +89,38 @@ def _of_memory(asked: Any) -> Iterator[str]:
 
 
 def _of_fp8(asked: Any) -> Iterator[str]:
-    if asked.fp8 is None:
-        return
-    if asked.fp8.backend == "transformer_engine" and asked.activations.checkpoint != "none":
-        yield (
-            "fp8.backend='transformer_engine' has other scales when it recomputes activations; write "
-            "activations='none', or fp8={'backend': 'native'}"
-        )
-    if asked.fp8.fp8_all_gather and asked.compression.gather is not None:
-        yield (
-            f"compression.gather={asked.compression.gather!r}: with fp8 weights travel in FP8 already; "
-            "leave it at none, or write fp8={'fp8_all_gather': false}"
-        )
+    for clash in FP8_APART:
+        what = None if asked.fp8 is None else clash.found(asked)
+        if what is not None:
+            yield f"{what}; {clash.instead}"
+
+
+def _recomputes_in_transformer_engine(asked: Any) -> str | None:
+    if asked.fp8.backend != "transformer_engine" or asked.activations.checkpoint == "none":
+        return None
+    return "fp8.backend='transformer_engine' has other scales when it recomputes activations"
+
+
+def _gathers_in_two_codes(asked: Any) -> str | None:
+    if not asked.fp8.fp8_all_gather or asked.compression.gather is None:
+        return None
+    return f"compression.gather={asked.compression.gather!r}: with fp8 weights travel in FP8 already"
+
+
+FP8_APART: tuple[Clash[Any], ...] = (
+    Clash(
+        "activations",
+        "recomputation in Transformer Engine's layers (`fp8.backend`), whose scales are others the second time",
+        _recomputes_in_transformer_engine,
+        "write activations='none', or fp8={'backend': 'native'}",
+    ),
+    Clash(
+        "communication",
+        "`compression.gather`, where weights travel in FP8 already (`fp8.fp8_all_gather`)",
+        _gathers_in_two_codes,
+        "leave it at none, or write fp8={'fp8_all_gather': false}",
+    ),
+)
 
 
 def _of_compression(asked: Compression) -> Iterator[str]:

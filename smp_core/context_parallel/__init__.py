@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from smp_core.context_parallel.documents import labels_within_documents as labels_within_documents
     from smp_core.context_parallel.flash import FLASH as FLASH
+    from smp_core.context_parallel.rules import CONTEXT_PARALLELISM as CONTEXT_PARALLELISM
     from smp_core.context_parallel.transformers_models import shifts_labels as shifts_labels
     from smp_core.context_parallel.trial import Trial as Trial
 else:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
@@ -400,7 +400,7 @@ def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMete
     """
     adapt_transformers_models(model)
     head_groups = int(plan.knobs.collectives.context_head_groups)
-    group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
+    group = register_group(mesh.group(Axis.CONTEXT), head_groups=head_groups, meter=meter)
     coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
     trial = Trial(model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None)
     return ContextParallel(group, mesh.world_group, trial)

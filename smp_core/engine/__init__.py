@@ -30,5 +30,6 @@ if TYPE_CHECKING:
     from smp_core.engine.decide import decide_activations as decide_activations, decide_pipeline as decide_pipeline
     from smp_core.engine.layout_rules import settle_layout as settle_layout
     from smp_core.engine.parallel_model import ParallelModel as ParallelModel
+    from smp_core.engine.subjects import SUBJECTS as SUBJECTS, lines_of_subjects as lines_of_subjects
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

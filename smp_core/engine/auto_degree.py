@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from smp_core.cluster import Layout
+from smp_core.cluster import Layout, inner_degree
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.engine.layout_rules import settle_layout
@@ -50,7 +50,7 @@ def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
     """Return the allowed shard degrees, in order."""
     stage = topology.of_stage(asked.pipeline_parallel_degree)
     require_tensor_degree(asked, stage)
-    groups, context = stage.of_groups(asked.tensor_parallel_degree), asked.context_parallel_degree
+    groups, context = stage.of_groups(inner_degree(asked)), asked.context_parallel_degree
     degrees = [degree for degree in groups.allowed_shard_degrees() if degree % context == 0]
     if not degrees:
         raise ValueError(

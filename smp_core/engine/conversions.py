@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
-from smp_core.cluster import Layout, SmpMesh, of_all_ranks
+from smp_core.cluster import Axis, Layout, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
@@ -218,7 +218,7 @@ def _join_stages(
         return pipeline, nullcontext
     by_name = dict(model.named_parameters())
     tied = [by_name[name] for name in plan.stages.tied]
-    return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), lambda: window().world).added_up
+    return pipeline, TiedGradients(tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world).added_up
 
 
 def change_this_process(mesh: SmpMesh) -> None:
@@ -286,7 +286,7 @@ def _split_layers(
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
-    axis = TensorAxis(mesh.group("tensor"), meter, recipe.overlap)
+    axis = TensorAxis(mesh.group(Axis.TENSOR), meter, recipe.overlap)
     split = apply_tensor_parallel(
         model,
         mesh.tensor_mesh,
@@ -355,7 +355,7 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
 
     fp8.device, fp8.group = mesh.device, mesh.model_group
     if mesh.pipeline_degree > 1:
-        fp8.stages = mesh.group("pipeline")
+        fp8.stages = mesh.group(Axis.PIPELINE)
     # What is sent before the first step belongs to none.
     fp8.all_reduce_max = maximum_by(CommMeter(mesh.topology, mesh.rank, enabled=False))
     fp8.refresh_weights()

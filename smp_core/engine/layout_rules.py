@@ -3,7 +3,7 @@ a copy of gathered parameters between forward and backward."""
 
 from __future__ import annotations
 
-from smp_core.cluster import Layout
+from smp_core.cluster import DEGREES, INNER, Layout, degrees_of, inner_degree
 from smp_core.plan import Draft, replicas_share_nodes, two_stages
 from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology
@@ -16,21 +16,22 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
         ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide
             the shard degree, ``collectives.hierarchical=True`` for a group that has only one stage.
     """
-    asked, tensor = draft.knobs.shard_degree, draft.knobs.tensor_parallel_degree
+    asked, inner = draft.knobs.shard_degree, inner_degree(draft.knobs)
     stages = draft.knobs.pipeline_parallel_degree
     world, topology = topology.world_size, topology.of_stage(stages)
     require_tensor_degree(draft.knobs, topology)
-    groups = topology.of_groups(tensor)
+    groups = topology.of_groups(inner)
     try:
         degree = groups.resolve_shard_degree(asked)
     except ValueError as error:
-        counted = f" (each {tensor} ranks of tensor_parallel_degree count as one)" if tensor > 1 else ""
+        split = " and ".join(DEGREES[axis] for axis in INNER)
+        counted = f" (each {inner} ranks of {split} count as one)" if inner > 1 else ""
         counted += f" (the ranks of one of {stages} pipeline stages)" if stages > 1 else ""
         raise ValueError(f"{error}{counted}") from None
     if degree != asked:
-        counted = "ranks" if tensor == 1 else f"groups of {tensor} tensor ranks"
+        counted = "ranks" if inner == 1 else f"groups of {inner} tensor ranks"
         draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
-    layout = Layout.of_world(world, degree, draft.knobs.context_parallel_degree, tensor, stages)
+    layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
     return layout

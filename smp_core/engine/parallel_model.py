@@ -14,13 +14,14 @@ from torch import nn
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint import named_optimizer_state
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
+from smp_core.engine.subjects import lines_of_subjects
 from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages
-from smp_core.plan import Plan, describe_stages
+from smp_core.plan import Plan
 from smp_core.sharding import ReplacedParameters
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.gradients import Window, require_same_collectives
@@ -113,12 +114,7 @@ class ParallelModel:
             values: unsharded weights on the host, by the names of ``module``.
         """
         config = self.config
-        degrees = {
-            "context_parallel_degree": config.context_parallel_degree,
-            "tensor_parallel_degree": config.tensor_parallel_degree,
-            "pipeline_parallel_degree": config.pipeline_parallel_degree,
-        }
-        split = [f"{knob}={degree}" for knob, degree in degrees.items() if degree != 1]
+        split = [f"{DEGREES[axis]}={degree}" for axis, degree in degrees_of(config).items() if degree != 1]
         if config.fp8 is not None:
             split.append("fp8")
         refusal = ""
@@ -271,13 +267,7 @@ class ParallelModel:
 
     def describe(self) -> str:
         """Return a few lines for people: the layout, the units, what is replicated."""
-        lines = [*self.plan.describe(), *describe_stages(self.plan)]
-        if self.tensor is not None:
-            lines.append(self.tensor.describe())
-        lines += self.activations.describe()
-        if self.fp8 is not None:
-            lines.append(self.fp8.describe())
-        return "\n".join(lines)
+        return "\n".join(lines_of_subjects(self.plan, self))
 
     def report(self) -> str:
         """Return at most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked

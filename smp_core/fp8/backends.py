@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.config import Fp8Recipe
-from smp_core.fp8.casting import device_multiplies_fp8
 from smp_core.fp8.convert import choose
+from smp_core.torch_facts import device_multiplies_fp8
 
 _INSTALL = {
     "torchao": "pip install torchao",

@@ -12,13 +12,13 @@ Shape letters: R rows (tokens), C columns (features).
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for, state_numbered
+from smp_core.torch_facts import device_multiplies_fp8, has_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,29 +34,6 @@ class Quantized:
     rows: torch.Tensor | None
     columns: torch.Tensor | None
     inverse_scale: torch.Tensor
-
-
-_CAPABLE: dict[torch.device, bool] = {}
-
-
-@torch.compiler.assume_constant_result
-def device_multiplies_fp8(device: torch.device) -> bool:
-    """Return whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later).
-
-    On CPU the operator exists too, as a reference kernel that is 500 times slower than dequantising: never used outside
-    tests.
-    """
-    if device not in _CAPABLE:
-        _CAPABLE[device] = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return _CAPABLE[device]
-
-
-_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return _TRITON
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from smp_core.fp8.casting import Quantized, device_multiplies_fp8, transposed
+from smp_core.fp8.casting import Quantized, transposed
+from smp_core.torch_facts import device_multiplies_fp8
 
 _ALIGNMENT = 16
 

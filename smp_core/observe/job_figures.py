@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster import Axis
 from smp_core.comm import LINK_CLASSES, LinkClass
 from smp_core.engine import ParallelModel
 from smp_core.observe.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
@@ -288,7 +289,7 @@ class JobFigures:
         told[2 * mesh.rank : 2 * mesh.rank + 2] = times.take()
         everyone = self._over_ranks(told, "sum")
         of_ranks = list(zip(everyone[::2], everyone[1::2], strict=True))
-        columns = [[of_ranks[rank] for rank in column] for column in mesh.layout.groups("pipeline")]
+        columns = [[of_ranks[rank] for rank in column] for column in mesh.layout.groups(Axis.PIPELINE)]
         shares = idle_shares(columns)
         steps, self._steps_of_stages = max(self._steps_of_stages, 1), 0
         figures = {"bubble_share": sum(shares) / len(shares)}

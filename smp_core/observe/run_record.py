@@ -19,8 +19,8 @@ import torch
 from smp_core.cluster import KINDS, PARTITION, Collectives, Links
 from smp_core.codecs import CodeName
 from smp_core.config import DEFAULT, shown
-from smp_core.engine import ParallelModel
-from smp_core.plan import Plan, compression, describe_stages, estimate, planned_states
+from smp_core.engine import ParallelModel, lines_of_subjects
+from smp_core.plan import Plan, compression, estimate, planned_states
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.run_log import write as run_log
 
@@ -96,7 +96,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batc
             rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})
     fields: dict[str, Any] = {
         "knobs": rows,
-        "plan": [*plan.describe(), *describe_stages(plan)],
+        "plan": lines_of_subjects(plan),
         "nodes": list(topology.node_names),
         "ranks_per_node": topology.ranks_per_node,
         "layout": dict(vars(layout)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smp_core.pipeline.randomness import StepSeeds as StepSeeds
     from smp_core.pipeline.rehearsal import rehearse as rehearse
     from smp_core.pipeline.results import is_number as is_number, loss_of as loss_of, mean_of as mean_of
-    from smp_core.pipeline.rules import settle_pipeline_stages as settle_pipeline_stages
+    from smp_core.pipeline.rules import PIPELINE_PARALLELISM as PIPELINE_PARALLELISM
     from smp_core.pipeline.stage import leave_out_other_stages as leave_out_other_stages
     from smp_core.pipeline.stand_ins import Played as Played, played_of as played_of
     from smp_core.pipeline.states import states_of_all_stages as states_of_all_stages

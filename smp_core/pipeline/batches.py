@@ -12,7 +12,7 @@ import torch.distributed as dist
 import xxhash
 
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.torch_facts import all_gather_single
 from smp_core.watch import here, innermost_user_line
 
@@ -69,8 +69,8 @@ class SameBatches:
     """Compares what the stages of one column begin."""
 
     def __init__(self, mesh: SmpMesh) -> None:
-        self._group, self._device = mesh.group("pipeline"), mesh.device
-        self._ranks = mesh.layout.ranks(mesh.rank, "pipeline")
+        self._group, self._device = mesh.group(Axis.PIPELINE), mesh.device
+        self._ranks = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._known: set[Hashable] = set()
 
     def begin(self, call: str, batch: Any, number: int = 0) -> tuple[BatchKind, int]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.watch import here, innermost_user_line
 
@@ -88,8 +88,8 @@ class Messages:
     """The messages of this rank to and from the other stages. All stages' keep to one order (:mod:`schedule`)."""
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter) -> None:
-        self._group, self._device, self._meter = mesh.group("pipeline"), mesh.device, meter
-        self._column = mesh.layout.ranks(mesh.rank, "pipeline")
+        self._group, self._device, self._meter = mesh.group(Axis.PIPELINE), mesh.device, meter
+        self._column = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
         self._incoming: dict[tuple[Hashable, int], Format] = {}
         self._outgoing: dict[tuple[Hashable, int], Format] = {}

@@ -8,31 +8,93 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from smp_core.config import SmpConfig
-from smp_core.plan import Draft, Shapes, Stages, chunks_of
+from smp_core.config import Clash, SmpConfig
+from smp_core.plan import ModelDraft, Plan, Shapes, Stages, Subject, asked_for, came_sharded, chunks_of, describe_stages
 from smp_core.plan.chain import Chain
 
 
-def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages | None:
-    """Deal the blocks out to stages; resolve the fields of ``pipeline`` that are "auto".
+def _leaves_units_out(draft: ModelDraft) -> str | None:
+    asked = draft.knobs.units.optional
+    return f"units.optional={asked if asked == 'auto' else list(asked)!r}" if asked else None
 
-    Raises:
-        ValueError: a split of another number of stages or blocks, and what :func:`require_known_pipeline` refuses.
-    """
-    count, asked = draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
-    if count == 1:
-        if asked != type(asked)():
+
+def _checkpoints_itself(draft: ModelDraft) -> str | None:
+    return "the model's own activation checkpointing" if draft.shapes.checkpoints_itself else None
+
+
+class PipelineParallelism(Subject):
+    """Pipeline stages, as one of the subjects."""
+
+    name = "pipeline parallelism"
+    page = "pipeline-parallelism.md"
+    knobs = ("pipeline_parallel_degree", "pipeline")
+    apart = (
+        Clash(
+            "fp8",
+            "FP8 layers of other libraries (`fp8.backend`)",
+            asked_for("fp8.backend", unless="native"),
+            "write fp8={'backend': 'native'}",
+        ),
+        Clash(
+            "sharding",
+            "units that some ranks leave out (`units.optional`)",
+            _leaves_units_out,
+            "leave it out: stages take every batch through all blocks",
+        ),
+        Clash(
+            "communication",
+            "`collectives.symmetric_memory`",
+            asked_for("collectives.symmetric_memory"),
+            "leave it out",
+        ),
+        Clash(
+            "sharding",
+            "`forward_methods`",
+            asked_for("forward_methods"),
+            "leave it out: only forward goes through the stages",
+        ),
+        Clash("sharding", "models that came sharded", came_sharded, "give the model as it is built"),
+        Clash(
+            "activations",
+            "`activations.checkpoint` of models that checkpoint themselves",
+            _checkpoints_itself,
+            "call model.gradient_checkpointing_disable()",
+        ),
+    )
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Deal the blocks out to stages; resolve the fields of ``pipeline`` that are "auto".
+
+        Raises:
+            ValueError: a split of another number of stages or blocks, and what it does not go together with.
+        """
+        draft.stages, asked = None, draft.knobs.pipeline
+        if draft.knobs.pipeline_parallel_degree > 1:
+            self.require_together(draft, f"pipeline_parallel_degree={draft.knobs.pipeline_parallel_degree}")
+            draft.stages = _settle_stages(draft)
+        elif asked != type(asked)():
             draft.drop("pipeline", type(asked)(), "pipeline_parallel_degree=1")
-        return None
-    require_known_pipeline(draft.knobs, shapes, given)
+
+    def describe(self, plan: Plan, made: Any) -> list[str]:
+        """Return lines about the stages: their blocks, the bubble, their ranks and memory."""
+        return [] if plan.stages is None else [plan.stages.describe(), *describe_stages(plan)]
+
+
+PIPELINE_PARALLELISM = PipelineParallelism()
+
+
+def _settle_stages(draft: ModelDraft) -> Stages:
+    """Resolve the schedule, the micro-batches and the split."""
+    shapes, count, asked = draft.shapes, draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
     if asked.schedule == "auto":
         draft.settle("pipeline.schedule", "1f1b", "no planner chose one: it keeps the fewest activations")
         asked = draft.knobs.pipeline
     chain = shapes.chain
     assert chain is not None, "the chain is recorded where there are stages"
+    _require_no_buffers_between_chunks(chain, asked.schedule)
     chunks = count * chunks_of(asked.schedule)
     _require_blocks(draft.knobs, len(chain.blocks), chunks, shapes.kind)
     if asked.microbatches == "auto":
@@ -71,6 +133,16 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
         raise ValueError(
             f"pipeline.split={list(split)} is not {chunks} numbers that add up to the {blocks} blocks of {kind}; write "
             f"a number of blocks for each {each}, or 'auto'"
+        )
+
+
+def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
+    outside = [name for name, place in chain.buffers if place not in range(len(chain.blocks))]
+    if outside and schedule.startswith("interleaved"):
+        raise ValueError(
+            f"pipeline.schedule={schedule!r} and buffers outside of the blocks that are saved "
+            f"({', '.join(outside[:3])}), around which a stage comes once for each chunk; "
+            "write pipeline={'schedule': '1f1b'}, or register them with persistent=False if they are constant"
         )
 
 
@@ -126,49 +198,3 @@ def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) ->
                 further[end] = min(found, further.get(end, found))
         best = further
     return best[len(blocks)][1]
-
-
-def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, given: bool) -> None:
-    """Refuse what pipelines have not been shown to be exact with.
-
-    Raises:
-        ValueError: names every such knob, its value, and what to write.
-    """
-    if knobs.pipeline_parallel_degree == 1:
-        return
-    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, given)]
-    if found:
-        lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
-        raise ValueError(
-            f"pipeline_parallel_degree={knobs.pipeline_parallel_degree} is not built yet together with\n{lines}"
-        )
-
-
-def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.fp8 is not None and knobs.fp8.backend != "native":
-        yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
-    if knobs.units.optional:
-        asked = knobs.units.optional
-        yield (
-            f"units.optional={asked if asked == 'auto' else list(asked)!r}",
-            "leave it out: stages take every batch through all blocks",
-        )
-    if knobs.collectives.symmetric_memory:
-        yield "collectives.symmetric_memory=True", "leave it out"
-    if knobs.forward_methods:
-        yield f"forward_methods={knobs.forward_methods!r}", "leave it out: only forward goes through the stages"
-
-
-def _unknown_models(knobs: SmpConfig, shapes: Shapes, given: bool) -> Iterator[tuple[str, str]]:
-    if given:
-        yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
-    if shapes.checkpoints_itself:
-        yield "the model's own activation checkpointing", "call model.gradient_checkpointing_disable()"
-    chain = shapes.chain
-    outside = [] if chain is None else [n for n, place in chain.buffers if place not in range(len(chain.blocks))]
-    if outside and knobs.pipeline.schedule.startswith("interleaved"):
-        yield (
-            f"pipeline.schedule={knobs.pipeline.schedule!r} and buffers outside of the blocks that are saved "
-            f"({', '.join(outside[:3])}), around which a stage comes once for each chunk",
-            "write pipeline={'schedule': '1f1b'}, or register them with persistent=False if they are constant",
-        )

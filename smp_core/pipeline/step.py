@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.checkpoint import map_tensors
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import Pipeline as Recipe
 from smp_core.pipeline.batches import BatchKind, SameBatches
@@ -74,7 +74,7 @@ class Pipeline:
         self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
         assert isinstance(recipe.microbatches, int)
         self.micro_batches = recipe.microbatches
-        self.group = mesh.group("pipeline")
+        self.group = mesh.group(Axis.PIPELINE)
         self.times = StageTimes()
         self._batches, self._seeds = SameBatches(mesh), StepSeeds(mesh.device)
         self._stage = Stage(

@@ -14,7 +14,7 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
     from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
-    from smp_core.plan.draft import Draft as Draft
+    from smp_core.plan.draft import Draft as Draft, ModelDraft as ModelDraft
     from smp_core.plan.dtypes import (
         HALF as HALF,
         Dtypes as Dtypes,
@@ -64,6 +64,12 @@ if TYPE_CHECKING:
     )
     from smp_core.plan.shapes import Shapes as Shapes
     from smp_core.plan.stages import Stages as Stages
+    from smp_core.plan.subject import (
+        Finding as Finding,
+        Subject as Subject,
+        asked_for as asked_for,
+        came_sharded as came_sharded,
+    )
     from smp_core.plan.units import (
         Entry as Entry,
         PlannedUnit as PlannedUnit,

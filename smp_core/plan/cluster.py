@@ -42,9 +42,9 @@ class Cluster:
             return self
         return replace(self, topology=self.topology.of_stage(stages), links=None)
 
-    def of_tensor_groups(self, degree: int) -> Cluster:
-        """Return the machines with each tensor group for one rank, as decisions about partition groups see them. Links
-        were measured between ranks, and are left out where a group has several."""
+    def of_groups(self, degree: int) -> Cluster:
+        """Return the machines with every ``degree`` neighbours for one rank, as decisions about partition groups see
+        them. Links were measured between ranks, and are left out where several count as one."""
         if degree == 1:
             return self
         return replace(self, topology=self.topology.of_groups(degree), links=None)

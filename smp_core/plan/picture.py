@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from smp_core.cluster import PARTITION, Collectives, Layout, Links
+from smp_core.cluster import PARTITION, Axis, Collectives, Layout, Links
 from smp_core.topology import Topology
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#b56576", "#8ab17d")
@@ -14,7 +14,7 @@ _SHOWN = 16
 def text_picture(topology: Topology, shard_degree: int) -> str:
     """Return one line per node, its ranks marked with their partition group; then the groups."""
     layout = Layout.of_world(topology.world_size, shard_degree)
-    partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
+    partitions, replications = layout.groups(*PARTITION), layout.groups(Axis.REPLICATE)
     width = len(str(topology.world_size - 1))
     lines = [
         f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
@@ -24,7 +24,7 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
         if number == _SHOWN:
             lines.append(f"  ... {topology.num_nodes - _SHOWN} more nodes")
             break
-        cells = " ".join(f"{rank:>{width}}{_letter(layout.coordinate(rank, 'replicate'))}" for rank in ranks)
+        cells = " ".join(f"{rank:>{width}}{_letter(layout.coordinate(rank, Axis.REPLICATE))}" for rank in ranks)
         lines.append(f"  {name}  [ {cells} ]")
     lines.append("letters: partition groups, which hold one copy of the model states together")
     example = list(replications[0])
@@ -55,11 +55,11 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
             'stroke="#999999"/>'
         )
         parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
-    for ranks in layout.groups("replicate"):
+    for ranks in layout.groups(Axis.REPLICATE):
         points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks if rank in place)
         parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
     for rank, (x, y) in place.items():
-        colour = _COLOURS[layout.coordinate(rank, "pipeline", "replicate") % len(_COLOURS)]
+        colour = _COLOURS[layout.coordinate(rank, Axis.PIPELINE, Axis.REPLICATE) % len(_COLOURS)]
         parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
         parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
     degree = layout.size(*PARTITION)

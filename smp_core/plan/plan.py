@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import xxhash
 
-from smp_core.cluster import PARTITION, Layout
+from smp_core.cluster import INNER, PARTITION, Layout
 from smp_core.codecs import CodeName
 from smp_core.config import SmpConfig
 from smp_core.plan.checkpointed import CheckpointedModule
@@ -140,7 +140,7 @@ class Plan:
     @property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
-        groups = self.cluster.topology.of_groups(self.layout.tensor)
+        groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
         return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
 
     @property
@@ -185,27 +185,6 @@ class Plan:
             return self
         units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
         return replace(self, shapes=replace(self.shapes, units=units))
-
-    def describe(self) -> list[str]:
-        """Return lines for people: the nodes, the layout, the units, what is replicated."""
-        layout = self.layout
-        total = self.shapes.elements
-        replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
-        lines = [
-            self.cluster.topology.describe(),
-            ("in each stage " if layout.pipeline > 1 else "")
-            + f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
-            f"each over {self.shard_degree * layout.tensor} ranks"
-            + (", collectives in two stages" if self.hierarchical else ""),
-        ]
-        if self.stages is not None:
-            lines.append(self.stages.describe())
-        if layout.context > 1:
-            lines.append(f"sequences over {layout.context} ranks")
-        lines.append(f"{total:,} parameters, units: {len(self.units)} ({self.shapes.units.why})")
-        if self.replicated:
-            lines.append(f"whole on every rank: {', '.join(self.replicated)}")
-        return lines
 
 
 def keeps_parameters(knobs: SmpConfig) -> bool:

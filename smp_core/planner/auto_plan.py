@@ -10,6 +10,7 @@ every training loop can go through them. The model is copied without its values 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.cluster import degrees_of
 from smp_core.config import AutoPlan, SmpConfig
 from smp_core.plan import GIB, OPTIMIZERS, Cluster, Entry, Precision, dtype_of, planned_states
 from smp_core.planner.candidate import Candidate
@@ -85,7 +87,7 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
         for knob in SmpConfig.knobs()
         if knob not in open_knobs or (knob in asked.given and getattr(asked, knob) != "auto")
     }
-    split = asked.context_parallel_degree * asked.tensor_parallel_degree * asked.pipeline_parallel_degree
+    split = math.prod(degrees_of(asked).values())
     samples = asked.plan.global_batch or micro_batch * step.accumulated * (cluster.topology.world_size // split)
     hardware = hardware_of_run(asked, cluster, step.device)
     kept = planned_states(asked.planner.optimizer, step.optimizers).tensors

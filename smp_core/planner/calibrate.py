@@ -13,12 +13,14 @@ No share becomes larger than 1. A single step's time cannot tell more constants 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smp_core.cluster import DEGREES, PARTITION, Axis
 from smp_core.config import SmpConfig, nested
 from smp_core.engine.decide import decide
 from smp_core.outside import number, numbers
@@ -165,14 +167,10 @@ def _machines(run: Run, hardware: Hardware, path: Path) -> Hardware:
 def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload, path: Path) -> Plan:
     """Decide again what the run had decided."""
     layout = numbers(run.asked.get("layout"))
-    if layout.get("pipeline", 1) > 1 and trace.uncut:
+    if layout.get(Axis.PIPELINE, 1) > 1 and trace.uncut:
         raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
-    asked: dict[str, Any] = {
-        "pipeline_parallel_degree": int(layout.get("pipeline", 1)),
-        "shard_degree": int(layout.get("shard", 1) * layout.get("context", 1)),
-        "context_parallel_degree": int(layout.get("context", 1)),
-        "tensor_parallel_degree": int(layout.get("tensor", 1)),
-    }
+    asked: dict[str, Any] = {knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()}
+    asked["shard_degree"] = int(math.prod(layout.get(axis, 1) for axis in PARTITION))
     for row in objects(run.asked.get("knobs")):
         if row.get("knob") in _SETTINGS:
             asked[str(row["knob"])] = row.get("value")

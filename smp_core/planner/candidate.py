@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from smp_core.cluster import DEGREES
 from smp_core.config import SmpConfig, as_asked
 from smp_core.plan import Plan
 from smp_core.planner.step_memory import PeakMemory
@@ -46,7 +47,7 @@ class Choice:
     def complexity(self) -> int:
         """The number of axes and knobs that it takes."""
         layout = self.plan.layout
-        axes = sum(2 for size in (layout.pipeline, layout.tensor, layout.context) if size > 1)
+        axes = sum(2 for axis in DEGREES if layout.size(axis) > 1)
         inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
         return axes + inner
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from smp_core.cluster import DEGREES
 from smp_core.config import SmpConfig
 from smp_core.engine import decide_activations, decide_pipeline
 from smp_core.engine.decide import decide
@@ -37,8 +38,7 @@ OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost")
 
 SHORT_NAMES = {
     "shard": "shard_degree",
-    "context": "context_parallel_degree",
-    "tensor": "tensor_parallel_degree",
+    **{axis.value: knob for axis, knob in DEGREES.items() if axis.value not in SmpConfig.knobs()},
     "recomputation": "activations",
 }
 """What `--fix` also takes for a knob; `pipeline` with a number is the number of stages."""
@@ -192,7 +192,7 @@ class _Search:
     def _walk(self) -> None:
         for layout in self.space.layouts():
             stages = layout["pipeline_parallel_degree"]
-            split = layout["tensor_parallel_degree"] * layout["context_parallel_degree"] * stages
+            split = math.prod(layout[knob] for knob in DEGREES.values())
             data = self.hardware.devices // split
             if data * split != self.hardware.devices:
                 self._decided(dict(layout))  # decide() says why not

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smp_core.cluster import DEGREES
 from smp_core.config import Activations, Pipeline
 from smp_core.plan import Cluster, chunks_of
 from smp_core.planner.hardware import Hardware
@@ -65,6 +66,8 @@ class SearchSpace:
         self.refused: list[str] = []
 
     def layouts(self) -> Iterator[dict[str, int]]:
+        """Yield the degrees of all layouts. An axis of which no other size is tried has the fixed one, or one rank."""
+        degrees = {knob: self.fixed.get(knob, 1) for knob in DEGREES.values()}
         for stages in self._open("pipeline_parallel_degree", self._stages()):
             try:
                 topology = self.cluster.topology.of_stage(stages)
@@ -72,7 +75,7 @@ class SearchSpace:
                 self.refused.append(str(error))
                 continue
             for inner in self._layouts_inside(topology):
-                yield {"pipeline_parallel_degree": stages, **inner}
+                yield {**degrees, "pipeline_parallel_degree": stages, **inner}
 
     def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
         """Yield the degrees of one stage's ranks."""

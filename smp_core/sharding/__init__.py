@@ -17,12 +17,7 @@ if TYPE_CHECKING:
         CpuSyncBatchNorm as CpuSyncBatchNorm,
         sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
     )
-    from smp_core.sharding.dtype_rules import (
-        settle_masters as settle_masters,
-        settle_precision as settle_precision,
-        settle_reduce_dtype as settle_reduce_dtype,
-        settle_stored_dtype as settle_stored_dtype,
-    )
+    from smp_core.sharding.dtype_rules import settle_precision as settle_precision
     from smp_core.sharding.forward_methods import register_forward_methods as register_forward_methods
     from smp_core.sharding.fsdp_options import apply_fsdp_options as apply_fsdp_options
     from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
@@ -33,5 +28,6 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.pickling import is_a_part as is_a_part, refuse_to_pickle_shards as refuse_to_pickle_shards
     from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
+    from smp_core.sharding.rules import SHARDING as SHARDING
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from smp_core.config import SmpConfig
-from smp_core.plan import HALF, Draft, Precision, Shapes, dtype_of, name_of
+from smp_core.plan import HALF, ModelDraft, dtype_of, name_of
 
 
-def settle_precision(draft: Draft, precision: Precision) -> None:
+def settle_precision(draft: ModelDraft) -> None:
     """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped steps to a gradient scaler."""
+    precision = draft.precision
     if draft.knobs.param_dtype == "auto":
         draft.settle("param_dtype", name_of(precision.param_dtype), precision.why)
     if precision.skips_steps:
         draft.settle("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
 
 
-def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
+def settle_reduce_dtype(draft: ModelDraft) -> None:
     """Resolve ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own.
 
     Raises:
@@ -30,13 +31,13 @@ def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
         )
     if asked == "auto":
         gathered = dtype_of(draft.knobs.param_dtype)
-        if gathered in HALF or (gathered is None and any(p.dtype in HALF for p in shapes.parameters)):
+        if gathered in HALF or (gathered is None and any(p.dtype in HALF for p in draft.shapes.parameters)):
             draft.settle("reduce_dtype", "float32", "gradients are half precision")
         else:
             draft.settle("reduce_dtype", None, "the gradients' own dtype")
 
 
-def settle_masters(draft: Draft, shapes: Shapes, came_sharded: bool, replicas: int) -> bool:
+def settle_masters(draft: ModelDraft) -> bool:
     """Resolve ``master_dtype``, and warn where weights in half precision have none.
 
     Returns:
@@ -46,7 +47,8 @@ def settle_masters(draft: Draft, shapes: Shapes, came_sharded: bool, replicas: i
     Raises:
         ValueError: masters of half precision weights that came sharded.
     """
-    knobs, asked = draft.knobs, draft.knobs.master_dtype
+    knobs, asked, shapes = draft.knobs, draft.knobs.master_dtype, draft.shapes
+    came_sharded, replicas = draft.given is not None, draft.layout.replicate
     half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
     if not half:
         draft.settle("master_dtype", "float32" if asked == "float32" else None, "no trainable weight is half precision")
@@ -80,15 +82,16 @@ def without_masters(dtype: torch.dtype) -> str:
     )
 
 
-def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool, masters: bool) -> bool:
+def settle_stored_dtype(draft: ModelDraft) -> bool:
     """Decide whether parameters with masters over the world are stored in what they compute in.
     Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
-    knobs = draft.knobs
+    knobs, shapes = draft.knobs, draft.shapes
     dtype = dtype_of(knobs.param_dtype)
-    if knobs.optimizer_shard != "world" or quantises_stored(knobs) or knobs.state_offload == "optimizer" or not gathers:
+    over_world = knobs.optimizer_shard == "world" and draft.gathers and draft.given is None
+    if not over_world or quantises_stored(knobs) or knobs.state_offload == "optimizer":
         return False
     of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
-    stepped = (torch.float32, *HALF) if masters else (torch.float32,)
+    stepped = (torch.float32, *HALF) if draft.masters else (torch.float32,)
     if dtype not in HALF or not any(p.dtype in stepped and p.trainable for p in of_units):
         return False
     why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"

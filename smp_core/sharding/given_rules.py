@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from smp_core.config import SmpConfig
-from smp_core.plan import Draft, GivenSharding, Shapes, name_of
+from smp_core.config import Clash, SmpConfig
+from smp_core.plan import ModelDraft, Shapes, came_sharded, name_of
 
 _WHY = "as the model came"
 _PINNED: dict[str, Any] = {
@@ -16,7 +17,12 @@ _PINNED: dict[str, Any] = {
     "reshard_after_forward": True,
     "delayed_init": None,
 }
-_TOO_LATE = ("fp8", "activations.checkpoint", "activations.offload", "collectives.symmetric_memory")
+# What has to be there before a model is sharded, and whose it is.
+_TOO_LATE = {
+    "fp8": "fp8",
+    "activations.checkpoint": "activations",
+    "collectives.symmetric_memory": "communication",
+}
 # On a (replicate, shard) mesh torch gathers and reduces.
 _TORCHS: dict[str, Any] = {
     "keep_between_micro_batches": "shards",
@@ -34,29 +40,49 @@ _TORCHS: dict[str, Any] = {
 }
 
 
-def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
+def _too_late(knob: str, other: str) -> Clash[ModelDraft]:
+    def found(draft: ModelDraft) -> str | None:
+        asked = attrgetter(knob)(draft.knobs)
+        if draft.given is None or asked == attrgetter(knob)(SmpConfig()):
+            return None
+        return f"{knob}={asked!r} has to be applied before a model is sharded, and this one came sharded"
+
+    instead = f"leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
+    return Clash(other, f"`{knob}` of models that came sharded", found, instead)
+
+
+def _shares_sequences(draft: ModelDraft) -> str | None:
+    degree = draft.knobs.context_parallel_degree
+    return None if degree == 1 or draft.given is None else f"context_parallel_degree={degree} and {came_sharded(draft)}"
+
+
+def apart_from_given() -> Iterator[Clash[ModelDraft]]:
+    """Yield what models that came sharded do not go together with."""
+    yield from (_too_late(knob, other) for knob, other in _TOO_LATE.items())
+    yield Clash(
+        "context parallelism",
+        "models that came sharded",
+        _shares_sequences,
+        "load it whole, SmpAccelerator shards it",
+    )
+
+
+def settle_given(draft: ModelDraft) -> None:
     """Pin the knobs that a pre-sharded model has decided.
 
     Raises:
         ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
     """
-    knobs, defaults = draft.knobs, SmpConfig()
-    for knob in _TOO_LATE:
-        asked = attrgetter(knob)(knobs)
-        if asked != attrgetter(knob)(defaults):
-            raise ValueError(
-                f"{knob}={asked!r} has to be applied before a model is sharded, and this one came "
-                f"sharded; leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
-            )
+    knobs, given, defaults = draft.knobs, draft.given, SmpConfig()
+    assert given is not None
+    for clash in apart_from_given():
+        what = clash.found(draft)
+        if what is not None:
+            raise ValueError(f"{what}; {clash.instead}")
     if knobs.state_offload == "all":
         raise ValueError(
             "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
             "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
-        )
-    if knobs.context_parallel_degree > 1:
-        raise ValueError(
-            f"context_parallel_degree={knobs.context_parallel_degree} and a model that came sharded ({shapes.kind}); "
-            "load it whole, SmpAccelerator shards it"
         )
     draft.settle("shard_degree", given.degree, _WHY)
     for knob, value in _PINNED.items():
@@ -67,10 +93,10 @@ def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
     draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
     draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
     if given.two_dimensional:
-        _leave_to_torch(draft, shapes)
+        _leave_to_torch(draft, draft.shapes)
 
 
-def _leave_to_torch(draft: Draft, shapes: Shapes) -> None:
+def _leave_to_torch(draft: ModelDraft, shapes: Shapes) -> None:
     trainable = [name for name in shapes.units.replicated if shapes.of_name(name).trainable]
     if trainable:
         raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smp_core.tensor_parallel.inspection import Inspected as Inspected, inspect as inspect
     from smp_core.tensor_parallel.operators import TensorAxis as TensorAxis
     from smp_core.tensor_parallel.rules import (
-        require_known_combination as require_known_combination,
+        TENSOR_PARALLELISM as TENSOR_PARALLELISM,
         require_tensor_degree as require_tensor_degree,
     )
     from smp_core.tensor_parallel.split_model import SplitModel as SplitModel, WholeGradients as WholeGradients

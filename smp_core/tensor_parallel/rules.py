@@ -6,10 +6,10 @@ groups (:meth:`smp_core.topology.Topology.of_groups`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
-from smp_core.config import SmpConfig, TensorParallel
-from smp_core.plan import Cluster, Draft, Shapes
+from smp_core.config import Clash, SmpConfig, TensorParallel
+from smp_core.plan import ModelDraft, Subject, asked_for, came_sharded
 from smp_core.topology import Topology
 
 
@@ -38,67 +38,111 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     raise ValueError(message)
 
 
-def require_known_combination(draft: Draft, shapes: Shapes, given: bool, cluster: Cluster) -> None:
-    """Refuse what tensor parallelism has not been shown to be exact with, and an overlap that cannot be; warn of
-    settings without tensor ranks.
-
-    Raises:
-        ValueError: names every such knob, its value, and what to write.
-    """
-    asked = draft.knobs
-    if asked.tensor_parallel_degree == 1:
-        if asked.tensor_parallel != TensorParallel():
-            draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
-        return
-    overlap = asked.tensor_parallel.overlap
-    missing = None if overlap == "sums" else _missing_for_overlap(asked, cluster)
-    if missing:
-        raise ValueError(f"tensor_parallel.overlap={overlap!r}: {missing}, or tensor_parallel={{'overlap': 'sums'}}")
-    found = [*_unknown_knobs(asked), *_unknown_models(shapes, given)]
-    if found:
-        lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
-        raise ValueError(
-            f"tensor_parallel_degree={asked.tensor_parallel_degree} is not built yet together with\n{lines}"
-        )
+def _infers_of_fp8(draft: ModelDraft) -> str | None:
+    infers = draft.knobs.tensor_parallel.plan == "infer" and draft.knobs.fp8 is not None
+    return "tensor_parallel.plan='infer' and fp8" if infers else None
 
 
-def _missing_for_overlap(knobs: SmpConfig, cluster: Cluster) -> str | None:
-    """Return why products cannot be made in pieces here, and what to write; None: they can."""
-    if not knobs.tensor_parallel.sequence_parallel:
-        return (
-            "only tokens are gathered in pieces, and they stay whole; write tensor_parallel={'sequence_parallel': true}"
-        )
-    if knobs.fp8 is not None:
-        return "FP8 layers are not multiplied in pieces; leave fp8 out"
-    if knobs.tensor_parallel.overlap == "fused":
-        if "selective" in _words(knobs.activations.checkpoint):
-            return "'selective' keeps what products return, and these return gathered tokens; write activations='full'"
-        instead = "write tensor_parallel={'overlap': 'pieces'}, which collectives of any kind can do"
-        if cluster.device != "cuda":
-            return f"torch's fused products are for CUDA, and the device is {cluster.device}; {instead}"
-        if knobs.tensor_parallel_degree > cluster.topology.ranks_per_node:
-            return f"symmetric memory is shared inside a node, and a tensor group is larger; {instead}"
-    return None
+def _multiplies_fp8_in_pieces(draft: ModelDraft) -> str | None:
+    overlap = draft.knobs.tensor_parallel.overlap
+    in_pieces = overlap != "sums" and draft.knobs.fp8 is not None
+    return f"tensor_parallel.overlap={overlap!r}: FP8 layers are not multiplied in pieces" if in_pieces else None
+
+
+def _keeps_fused_products(draft: ModelDraft) -> str | None:
+    knobs = draft.knobs
+    if knobs.tensor_parallel.overlap != "fused" or "selective" not in _words(knobs.activations.checkpoint):
+        return None
+    return "tensor_parallel.overlap='fused': 'selective' keeps what products return, and these return gathered tokens"
 
 
 def _words(checkpoint: str | Mapping[str, str]) -> Collection[str]:
     return (checkpoint,) if isinstance(checkpoint, str) else checkpoint.values()
 
 
-def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.compile is not None and knobs.compile.fullgraph:
-        yield "compile.fullgraph=True", "write compile={'fullgraph': false}: split layers are not compiled"
-    if knobs.fp8 is not None and knobs.fp8.backend != "native":
-        yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
-    if knobs.tensor_parallel.plan == "infer" and knobs.fp8 is not None:
-        yield "tensor_parallel.plan='infer' and fp8", "write globs for tensor_parallel.plan, or leave it out"
-    if knobs.collectives.symmetric_memory:
-        yield "collectives.symmetric_memory=True", "leave it out"
+class TensorParallelism(Subject):
+    """Tensor parallelism, as one of the subjects."""
 
-
-def _unknown_models(shapes: Shapes, given: bool) -> Iterator[tuple[str, str]]:
-    if given:
-        yield (
-            f"a model that came sharded ({shapes.kind})",
+    name = "tensor parallelism"
+    page = "tensor-parallelism.md"
+    knobs = ("tensor_parallel_degree", "tensor_parallel")
+    part = "tensor"
+    apart = (
+        Clash(
+            "compilation",
+            "`compile.fullgraph`: split layers are not compiled",
+            asked_for("compile.fullgraph"),
+            "write compile={'fullgraph': false}: split layers are not compiled",
+        ),
+        Clash(
+            "fp8",
+            "FP8 layers of other libraries (`fp8.backend`)",
+            asked_for("fp8.backend", unless="native"),
+            "write fp8={'backend': 'native'}",
+        ),
+        Clash(
+            "fp8",
+            "`tensor_parallel.plan='infer'`",
+            _infers_of_fp8,
+            "write globs for tensor_parallel.plan, or leave it out",
+        ),
+        Clash(
+            "fp8",
+            "products in pieces (`tensor_parallel.overlap`)",
+            _multiplies_fp8_in_pieces,
+            "leave fp8 out, or tensor_parallel={'overlap': 'sums'}",
+        ),
+        Clash(
+            "activations",
+            "`'selective'` recomputation of fused products (`tensor_parallel.overlap='fused'`)",
+            _keeps_fused_products,
+            "write activations='full', or tensor_parallel={'overlap': 'sums'}",
+        ),
+        Clash(
+            "communication",
+            "`collectives.symmetric_memory`",
+            asked_for("collectives.symmetric_memory"),
+            "leave it out",
+        ),
+        Clash(
+            "sharding",
+            "models that came sharded",
+            came_sharded,
             "load it without distributed_config, and torch-smp splits and shards it",
+        ),
+    )
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Refuse what it has not been shown to be exact with, and an overlap that cannot be; warn of settings without
+        tensor ranks."""
+        asked = draft.knobs
+        if asked.tensor_parallel_degree == 1:
+            if asked.tensor_parallel != TensorParallel():
+                draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
+            return
+        overlap = asked.tensor_parallel.overlap
+        missing = None if overlap == "sums" else _missing_for_overlap(draft)
+        if missing:
+            raise ValueError(
+                f"tensor_parallel.overlap={overlap!r}: {missing}, or tensor_parallel={{'overlap': 'sums'}}"
+            )
+        self.require_together(draft, f"tensor_parallel_degree={asked.tensor_parallel_degree}")
+
+
+TENSOR_PARALLELISM = TensorParallelism()
+
+
+def _missing_for_overlap(draft: ModelDraft) -> str | None:
+    """Return why products cannot be made in pieces here, and what to write; None: they can."""
+    knobs, cluster = draft.knobs, draft.cluster
+    if not knobs.tensor_parallel.sequence_parallel:
+        return (
+            "only tokens are gathered in pieces, and they stay whole; write tensor_parallel={'sequence_parallel': true}"
         )
+    if knobs.tensor_parallel.overlap == "fused":
+        instead = "write tensor_parallel={'overlap': 'pieces'}, which collectives of any kind can do"
+        if cluster.device != "cuda":
+            return f"torch's fused products are for CUDA, and the device is {cluster.device}; {instead}"
+        if knobs.tensor_parallel_degree > cluster.topology.ranks_per_node:
+            return f"symmetric memory is shared inside a node, and a tensor group is larger; {instead}"
+    return None

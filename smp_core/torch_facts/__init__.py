@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         symmetric_memory_operators as symmetric_memory_operators,
         without_caches as without_caches,
     )
+    from smp_core.torch_facts.kernels import device_multiplies_fp8 as device_multiplies_fp8, has_triton as has_triton
     from smp_core.torch_facts.module_names import (
         clean_name as clean_name,
         compiled_of as compiled_of,

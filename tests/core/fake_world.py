@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
-from smp_core.cluster.layout import PARTITION
+from smp_core.cluster.layout import PARTITION, Axis
 from smp_core.config import SmpConfig
 from smp_core.entry import build_mesh, parallelize
 from smp_core.topology import Topology
@@ -48,8 +48,8 @@ def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> N
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group}
     if mesh.stages(*PARTITION) is not None:
         named.update(intra=mesh.stages(*PARTITION)[0], inter=mesh.stages(*PARTITION)[1])
-    if mesh.stages("replicate") is not None:
-        named.update(replicas_here=mesh.stages("replicate")[0], replicas_across=mesh.stages("replicate")[1])
+    if mesh.stages(Axis.REPLICATE) is not None:
+        named.update(replicas_here=mesh.stages(Axis.REPLICATE)[0], replicas_across=mesh.stages(Axis.REPLICATE)[1])
     calls = Counter((call.kind, len(call.ranks)) for call in recorder.calls if call.dtype != "int32")
     print(
         json.dumps(

@@ -8,7 +8,7 @@ import importlib.util
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from smp_core.cluster.layout import Axis, Layout
 from smp_core.sharding.fsdp.internals import INTERNALS, needed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -451,6 +452,54 @@ def calls_outside_functions(node: ast.AST) -> Iterator[ast.Call]:
         yield node
     for child in ast.iter_child_nodes(node):
         yield from calls_outside_functions(child)
+
+
+# Questions to a layout or a mesh that name axes.
+ABOUT_AXES = {"group", "groups", "stages", "ranks", "coordinate", "size", "get_group"}
+
+
+def axes_as_text(tree: ast.AST) -> Iterator[str]:
+    """Yield code that names an axis of the mesh by a text: among arguments of a question about axes, as a mesh's
+    index, among the names of a mesh's dimensions."""
+    names = {axis.value for axis in Axis}
+    for node in ast.walk(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call):
+            asked += [each.value for each in node.keywords if each.arg == "mesh_dim_names"]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ABOUT_AXES:
+                asked += node.args
+        elif isinstance(node, ast.Subscript) and "mesh" in ast.unparse(node.value).lower():
+            asked.append(node.slice)
+        texts = {each.value for part in asked for each in ast.walk(part) if isinstance(each, ast.Constant)}
+        if texts & names:
+            yield ast.unparse(node)
+
+
+def test_axes_of_the_mesh_are_named_by_their_enum() -> None:
+    """So that a wrong name is found by mypy, or when it is read, and where an axis is used can be looked up."""
+    found = {module: list(axes_as_text(parsed(path))) for module, path in sources().items()}
+    assert {module: code for module, code in found.items() if code} == {}, "write Axis.TENSOR for 'tensor'"
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("mesh.group('tensor')", True),
+        ("layout.ranks(0, *outer, 'pipeline')", True),
+        ("device_mesh['shard']", True),
+        ("init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))", True),
+        ("mesh.group(Axis.TENSOR)", False),
+        ("draft.settle('pipeline', None, why)", False),
+        ("meter.point_to_point('pipeline', [], link)", False),
+    ],
+)
+def test_axes_as_text_are_recognised(code: str, named: bool) -> None:
+    assert bool(list(axes_as_text(ast.parse(code)))) is named
+
+
+def test_a_layout_has_a_size_for_each_axis() -> None:
+    """In the same order, by which ranks are counted."""
+    assert [field.name for field in fields(Layout)] == [axis.value for axis in Axis]
 
 
 MOST_LINES_OF_A_FILE = 600

@@ -11,9 +11,10 @@ import torch
 
 from smp_core.context_parallel import flash, kernels
 from smp_core.context_parallel.fastest import Kernel, Masks, Segments
-from smp_core.fp8 import casting, products
+from smp_core.fp8 import products
 from smp_core.fp8.casting import Quantized
 from smp_core.fp8.scaling import E4M3, E5M2
+from smp_core.torch_facts import kernels as of_device
 
 META = torch.device("meta")
 DOCUMENTS = ((30, 40), (34, 56))
@@ -65,7 +66,7 @@ def takes_all_of(
 
 @pytest.mark.parametrize("rows", [32, 26])
 def test_fp8_products_take_what_they_are_given(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casting, "_CAPABLE", {META: True})
+    monkeypatch.setattr(of_device, "_CAPABLE", {META: True})
     inputs, outputs, scale = 64, 48, torch.empty((), device=META)
 
     def both(shape: tuple[int, int], dtype: torch.dtype) -> Quantized:

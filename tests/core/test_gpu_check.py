@@ -15,7 +15,7 @@ from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import ITEMS, PART_SECONDS, PARTS, Item, Rows
 from benchmarks.gpu.traces import beside_compute, gaps
 from smp_core.config import SmpConfig
-from smp_core.fp8 import casting
+from smp_core.torch_facts import kernels
 from tests.harness import run_script
 
 HERE = {"device": "GPU A", "torch": "2.11.0"}
@@ -156,8 +156,8 @@ def test_the_page_says_what_was_shown_and_what_was_not() -> None:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A CPU that poses as a device, for as long as the test lasts."""
-    monkeypatch.setattr(casting, "_CAPABLE", {})
-    monkeypatch.setattr(casting, "_TRITON", casting._TRITON)
+    monkeypatch.setattr(kernels, "_CAPABLE", {})
+    monkeypatch.setattr(kernels, "_TRITON", kernels._TRITON)
     return Device("cpu")
 
 

@@ -112,7 +112,7 @@ class AccumulationWindow:
         self._mesh = mesh
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass
-        self._units = [UnitWindow(unit, traffic.of_units, mesh, self._queue_end) for unit in units]
+        self._units = [UnitWindow(unit, traffic.route_of(unit), mesh, self._queue_end) for unit in units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(
             replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end, mesh

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import IssuedCollectives, first_to_differ
 from smp_core.watch import ranks_in_words
 
@@ -87,7 +87,7 @@ def on_any_stage(flags: Sequence[torch.Tensor | bool], mesh: SmpMesh) -> torch.T
     on_device = [torch.as_tensor(flag, dtype=torch.int32, device=mesh.device) for flag in flags]
     told = torch.stack(on_device)
     if mesh.pipeline_degree > 1:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group("pipeline"))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group(Axis.PIPELINE))
     return told
 
 
@@ -123,7 +123,7 @@ def difference_in_words(
     if mesh.pipeline_degree == 1:
         return found
     of_stages = [found] * mesh.pipeline_degree
-    dist.all_gather_object(of_stages, found, group=mesh.group("pipeline"))
+    dist.all_gather_object(of_stages, found, group=mesh.group(Axis.PIPELINE))
     return " ".join(dict.fromkeys(filter(None, of_stages)))
 
 

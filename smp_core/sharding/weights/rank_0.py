@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 
 
 @torch.no_grad()
@@ -40,10 +40,10 @@ def send_to_stages(tensors: Iterable[tuple[torch.Tensor, Sequence[int]]], mesh: 
     Args:
         tensors: with the stages that hold each; the same on all ranks.
     """
-    firsts = mesh.layout.ranks(0, "pipeline")
+    firsts = mesh.layout.ranks(0, Axis.PIPELINE)
     if mesh.rank not in firsts:
         return
-    group = mesh.group("pipeline")
+    group = mesh.group(Axis.PIPELINE)
     for tensor, stages in tensors:
         if not _has_values(tensor):
             continue

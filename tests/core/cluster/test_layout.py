@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Layout, split, stages
+from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Axis, Layout, split, stages
 from smp_core.topology import Topology
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-LAYOUTS = st.builds(Layout, **{axis: st.integers(1, 4) for axis in AXES})
+AXES = tuple(Axis)
+LAYOUTS = st.builds(Layout, **{axis.value: st.integers(1, 4) for axis in AXES})
 SOME_AXES = st.sets(st.sampled_from(AXES)).map(tuple)
 
 
 @given(LAYOUTS, SOME_AXES)
-def test_groups_tile_the_world(layout: Layout, axes: tuple[str, ...]) -> None:
+def test_groups_tile_the_world(layout: Layout, axes: tuple[Axis, ...]) -> None:
     groups = layout.groups(*axes)
     assert sorted(rank for ranks in groups for rank in ranks) == list(range(layout.world_size))
     assert {len(ranks) for ranks in groups} == {layout.size(*axes)}
@@ -25,7 +25,7 @@ def test_groups_tile_the_world(layout: Layout, axes: tuple[str, ...]) -> None:
 
 
 @given(LAYOUTS, SOME_AXES)
-def test_members_of_a_group_differ_on_its_axes_only(layout: Layout, axes: tuple[str, ...]) -> None:
+def test_members_of_a_group_differ_on_its_axes_only(layout: Layout, axes: tuple[Axis, ...]) -> None:
     others = [axis for axis in AXES if axis not in axes]
     for ranks in layout.groups(*axes):
         assert [layout.coordinate(rank, *axes) for rank in ranks] == list(range(len(ranks)))
@@ -43,23 +43,25 @@ def test_coordinates_name_a_rank(layout: Layout) -> None:
 @pytest.mark.parametrize("context", [1, 2])
 def test_partition_groups_are_neighbours_and_data_does_not_depend_on_them(world: int, context: int) -> None:
     for degree in (2, 4, 8):
-        layout = Layout.of_world(world, degree, context)
+        layout = Layout.of_world(world, degree, {Axis.CONTEXT: context})
         assert layout.world_size == world
         for rank in {0, 1, world // 2 + 1, world - 1}:
             first = rank - rank % degree
             assert layout.ranks(rank, *PARTITION) == tuple(range(first, first + degree))
-            assert layout.ranks(rank, "replicate") == tuple(range(rank % degree, world, degree))
-            assert layout.ranks(rank, "context") == tuple(range(rank - rank % context, rank - rank % context + context))
+            assert layout.ranks(rank, Axis.REPLICATE) == tuple(range(rank % degree, world, degree))
+            assert layout.ranks(rank, Axis.CONTEXT) == tuple(
+                range(rank - rank % context, rank - rank % context + context)
+            )
             assert layout.coordinate(rank, *DATA) == rank // context
             assert layout.ranks(rank, *GRADIENTS) == tuple(range(world))
 
 
 def test_tensor_ranks_are_neighbours_and_pipeline_stages_far_apart() -> None:
     layout = Layout(pipeline=2, replicate=2, shard=2, tensor=2)
-    assert layout.ranks(5, "tensor") == (4, 5)
+    assert layout.ranks(5, Axis.TENSOR) == (4, 5)
     assert layout.ranks(5, *PARTITION) == (5, 7)
-    assert layout.ranks(5, "replicate") == (1, 5)
-    assert layout.ranks(5, "pipeline") == (5, 13)
+    assert layout.ranks(5, Axis.REPLICATE) == (1, 5)
+    assert layout.ranks(5, Axis.PIPELINE) == (5, 13)
     assert layout.ranks(5, *GRADIENTS) == (1, 3, 5, 7)
 
 
@@ -73,15 +75,19 @@ def test_tensor_ranks_are_neighbours_and_pipeline_stages_far_apart() -> None:
 )
 def test_degrees_that_do_not_fit_are_refused_by_name(world: int, degree: int, context: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout.of_world(world, degree, context)
+        Layout.of_world(world, degree, {Axis.CONTEXT: context})
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4]), st.sampled_from(["shard", "replicate", "all"]))
-def test_stages_are_a_grid_of_each_group(per_node: int, nodes: int, axis: str) -> None:
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([(Axis.SHARD,), (Axis.REPLICATE,), GRADIENTS]),
+)
+def test_stages_are_a_grid_of_each_group(per_node: int, nodes: int, axes: tuple[Axis, ...]) -> None:
     topology = Topology.uniform(nodes * per_node, per_node)
     for degree in topology.allowed_shard_degrees():
         layout = Layout.of_world(topology.world_size, degree)
-        groups = layout.groups(*(GRADIENTS if axis == "all" else (axis,)))
+        groups = layout.groups(*axes)
         found = stages(groups, topology)
         on_nodes = [{topology.node_of(rank) for rank in ranks} for ranks in groups]
         if found is None:

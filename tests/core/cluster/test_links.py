@@ -174,7 +174,7 @@ def ways(cases: list[dict[str, Any]]) -> list[tuple[Any, str, list[str], bool]]:
         unit = parallel.units[0] if parallel.units else None
         makers: list[Any] = [parallel.traffic.all_gather, parallel.traffic.reduce_scatter]
         objects = [] if unit is None else [type(make(unit).made).__name__ for make in makers]
-        stages = parallel.traffic.of_units.hop.stages is not None
+        stages = parallel.traffic.route_of(unit).hop.stages is not None
         found.append((parallel.config.collectives.hierarchical, str(why), objects, stages))
     return found
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.layout import PARTITION
+from smp_core.cluster.layout import PARTITION, Axis
 from smp_core.cluster.links import LINKS_VARIABLE
 from smp_core.config import SmpConfig
 from smp_core.entry import build_mesh, parallelize
@@ -47,7 +47,7 @@ def look(knobs: dict[str, Any]) -> Seen:
     intra, inter = mesh.stages(*PARTITION) or (None, None)
     stages = (ranks_of(intra), ranks_of(inter))
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "intra": intra, "inter": inter}
-    shared = mesh.group("context") if mesh.context_degree > 1 else None
+    shared = mesh.group(Axis.CONTEXT) if mesh.context_degree > 1 else None
     for name, group in {**named, "context": shared}.items():
         if group is not None:  # the group works, and is the one it says
             total = torch.tensor(float(10**mesh.rank))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster.layout import GRADIENTS, PARTITION
+from smp_core.cluster.layout import GRADIENTS, PARTITION, Axis
 from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.entry import build_mesh
@@ -21,13 +21,13 @@ from tests.harness import run_ranks
 def groups_of(mesh: SmpMesh) -> dict[str, dist.ProcessGroup]:
     both = {
         "partition": mesh.stages(*PARTITION),
-        "replicas": mesh.stages("replicate"),
+        "replicas": mesh.stages(Axis.REPLICATE),
         "gradients": mesh.stages(*GRADIENTS),
     }
     named = {f"{name}, stage {i}": group for name, two in both.items() for i, group in enumerate(two or ())}
     named |= {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "gradients": mesh.gradient_group}
     if mesh.context_degree > 1:
-        named["context"] = mesh.group("context")
+        named["context"] = mesh.group(Axis.CONTEXT)
     return named | {"secondary": mesh.secondary(2)}
 
 

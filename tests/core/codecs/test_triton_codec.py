@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from smp_core.codecs.codec import _LARGEST, BLOCK, Blockwise
-from smp_core.fp8.casting import device_multiplies_fp8
+from smp_core.torch_facts.kernels import device_multiplies_fp8
 from tests.harness import run_script
 
 TRITON = tuple(int(part) for part in pytest.importorskip("triton").__version__.split(".")[:2])

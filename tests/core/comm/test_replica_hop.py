@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster.layout import Axis
 from smp_core.codecs.codec import BLOCK, Blockwise, CodeName, codec
 from smp_core.comm import encoded_sum, replica_hop
 from smp_core.comm.background import Background
@@ -84,10 +85,10 @@ class Replicas:
         self.mesh, _ = build_mesh(SmpConfig(shard_degree=1), topology, "cpu")
         pairs, _ = build_mesh(SmpConfig(shard_degree=2), topology, "cpu")
         self.meter = CommMeter(topology, self.mesh.rank)
-        assert self.mesh.stages("replicate") is not None and pairs.stages("replicate") is None
+        assert self.mesh.stages(Axis.REPLICATE) is not None and pairs.stages(Axis.REPLICATE) is None
         self.groups = {
-            "world": (self.mesh.world_group, self.mesh.stages("replicate")),
-            "pair": (pairs.replicate_group, pairs.stages("replicate")),
+            "world": (self.mesh.world_group, self.mesh.stages(Axis.REPLICATE)),
+            "pair": (pairs.replicate_group, pairs.stages(Axis.REPLICATE)),
         }
 
     def hop(self, where: str, name: CodeName | None = None, error_feedback: bool = False) -> ReplicaHop:

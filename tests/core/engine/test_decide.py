@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION
+from smp_core.cluster.layout import DATA, GRADIENTS, PARTITION, Axis
 from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
@@ -360,7 +360,7 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
     except ValueError as error:
         assert any(knob in str(error) for knob in SmpConfig.knobs()), error
         return
-    for axes in (PARTITION, DATA, GRADIENTS, ("replicate",), ("context",), ("tensor",)):
+    for axes in (PARTITION, DATA, GRADIENTS, *((axis,) for axis in Axis)):
         ranks = [rank for group in plan.layout.groups(*axes) for rank in group]
         assert sorted(ranks) == list(range(cluster.topology.world_size))
     # What is in effect is all settled, decides the same again, and nothing of the model is held on to.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.cluster.layout import DEGREES
 from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
 from smp_core.plan.checkpointed import plan_checkpointing
@@ -64,19 +65,18 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 
 _FACES = "is read by the faces: tests/lightning, tests/accelerate"
 _INEXACT = "rounds: no comparison in float64"
+_AXES = "needs a model, and steps, that the axis is for: tests of its room"
 _SEQUENCES = "needs a model with attention of its own: tests/core/context_parallel"
 _STAGES = "needs steps in micro-batches of all stages: tests/core/pipeline, tests/lightning/test_pipeline.py"
 _LAYERS = "needs models with layers to split: tests/core/tensor_parallel"
 
 NOT_DRAWN: dict[str, str] = {
-    "context_parallel_degree": _SEQUENCES,
+    **dict.fromkeys(DEGREES.values(), _AXES),
     "collectives.context_head_groups": _SEQUENCES,
-    "tensor_parallel_degree": _LAYERS,
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,
     "tensor_parallel.across_nodes": _LAYERS,
     "tensor_parallel.overlap": _LAYERS,
-    "pipeline_parallel_degree": _STAGES,
     "pipeline.microbatches": _STAGES,
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,

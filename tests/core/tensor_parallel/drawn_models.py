@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from smp_core.cluster.layout import Axis
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from tests.core.tensor_parallel.model_cases import Training, Wide, differences, full, own_loss
@@ -303,7 +304,7 @@ def trained(case: Drawn, model: Any, parallel: Any = None) -> Training:
 def _of_all(gradient: torch.Tensor, parallel: Any) -> torch.Tensor:
     if parallel is None or parallel.mesh.data_size == 1:
         return gradient.clone()
-    group = parallel.mesh.group("replicate")
+    group = parallel.mesh.group(Axis.REPLICATE)
     parts = [torch.empty_like(gradient) for _ in range(parallel.mesh.data_size)]
     dist.all_gather(parts, gradient.contiguous(), group=group)
     return torch.cat(parts)

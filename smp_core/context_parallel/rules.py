@@ -1,0 +1,42 @@
+"""Rules for context parallelism: in how many groups of heads keys and values are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from smp_core.plan import Finding, ModelDraft, Plan, Subject
+
+
+class ContextParallelism(Subject):
+    """Context parallelism, as one of the subjects."""
+
+    name = "context parallelism"
+    page = "context-parallelism.md"
+    knobs = ("context_parallel_degree",)
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve in how many groups of heads keys and values are sent between context ranks."""
+        knob, asked = "collectives.context_head_groups", draft.knobs.collectives.context_head_groups
+        if draft.layout.context == 1:
+            (draft.settle if asked in ("auto", 1) else draft.drop)(knob, 1, "context_parallel_degree=1")
+        elif asked == "auto":
+            on_cpu = draft.cluster.device == "cpu"
+            why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
+            draft.settle(knob, 1 if on_cpu else 2, why)
+
+    def describe(self, plan: Plan, made: Any) -> list[str]:
+        """Return a line about the ranks that share sequences."""
+        return [f"sequences over {plan.layout.context} ranks"] if plan.layout.context > 1 else []
+
+    def machine(self) -> Iterator[Finding]:
+        """Look whether the device has FlashAttention's kernels."""
+        if torch.cuda.is_available():
+            capable = torch.cuda.get_device_capability() >= (8, 0)
+            instead = "" if capable else "attention takes torch's math kernels"
+            yield Finding("FlashAttention", "ok" if capable else "note", "yes" if capable else "needs 8.0", instead)
+
+
+CONTEXT_PARALLELISM = ContextParallelism()

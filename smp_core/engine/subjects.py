@@ -1,0 +1,42 @@
+"""SUBJECTS: the list of all subjects, in the order in which they decide and describe themselves.
+
+Each of them may build on what those before it have decided: which units some ranks may leave out is known before stages
+are asked about it, and what is recomputed before it is compiled.
+"""
+
+from __future__ import annotations
+
+from smp_core.activations import ACTIVATIONS
+from smp_core.comm import COMMUNICATION
+from smp_core.context_parallel import CONTEXT_PARALLELISM
+from smp_core.engine.compile_rules import COMPILATION
+from smp_core.fp8 import FP8
+from smp_core.pipeline import PIPELINE_PARALLELISM
+from smp_core.plan import Plan, Subject
+from smp_core.sharding import SHARDING
+from smp_core.tensor_parallel import TENSOR_PARALLELISM
+
+SUBJECTS: tuple[Subject, ...] = (
+    SHARDING,
+    COMMUNICATION,
+    PIPELINE_PARALLELISM,
+    CONTEXT_PARALLELISM,
+    TENSOR_PARALLELISM,
+    ACTIVATIONS,
+    COMPILATION,
+    FP8,
+)
+
+
+def lines_of_subjects(plan: Plan, parallel: object = None) -> list[str]:
+    """Return what all subjects say of a plan, in lines for people.
+
+    Args:
+        parallel: the :class:`~smp_core.engine.parallel_model.ParallelModel` with what conversions made; None: there is
+            none yet.
+    """
+    lines: list[str] = []
+    for subject in SUBJECTS:
+        made = getattr(parallel, subject.part) if parallel is not None and subject.part else None
+        lines += subject.describe(plan, made)
+    return lines

@@ -1,0 +1,111 @@
+"""Subject: the interface of sharding, context parallelism, FP8 and all other subjects, each a folder with its rules.
+
+Each folder exports one object of a class made of :class:`Subject`; ``engine/subjects.py`` lists them. ``decide``
+resolves the knobs of one after another, the start-up report has the lines of each, `smp doctor` what each uses of the
+machine, and docs/combinations.md which go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from smp_core.config import Clash
+from smp_core.plan.draft import ModelDraft
+from smp_core.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result of `smp doctor`.
+
+    Attributes:
+        topic: what was looked at.
+        state: "ok", "note" (worth knowing) or "problem" (has to be changed).
+        found: in words.
+        fix: what to do about it; "" if nothing.
+    """
+
+    topic: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    fix: str = ""
+
+
+class Subject:
+    """A subject. A method that is not overridden does nothing.
+
+    Attributes:
+        name: in messages and pages.
+        page: its page in docs/.
+        knobs: those that are its own.
+        apart: what it does not go together with; the other subject need not list it too.
+        part: the attribute of :class:`smp_core.engine.parallel_model.ParallelModel` with what its conversion made.
+    """
+
+    name: ClassVar[str]
+    page: ClassVar[str]
+    knobs: ClassVar[tuple[str, ...]]
+    apart: ClassVar[tuple[Clash[Any], ...]] = ()
+    part: ClassVar[str | None] = None
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve its knobs, and write what else it decides.
+
+        Raises:
+            ValueError: what the model, the machines or other subjects do not allow; names the knob, its value, and
+                what to write.
+        """
+
+    def describe(self, plan: Plan, made: Any) -> list[str]:
+        """Return its lines of the start-up report.
+
+        Args:
+            made: its part of the parallel model; None where nothing was made, or not yet.
+        """
+        return [] if made is None else made.describe().splitlines()
+
+    def machine(self) -> Iterator[Finding]:
+        """Yield what this machine has, or lacks, that it uses."""
+        yield from ()
+
+    def beside(self, other: Subject) -> list[str]:
+        """Return why it does not go together with another subject, in words; empty where it does."""
+        own = [clash.words for clash in self.apart if clash.other == other.name]
+        return [*own, *(clash.words for clash in other.apart if clash.other == self.name)]
+
+    def require_together(self, draft: ModelDraft, asked: str) -> None:
+        """Refuse what it has not been shown to be exact with.
+
+        Args:
+            asked: the subject's knob with its value.
+
+        Raises:
+            ValueError: names all of it, and what to write.
+        """
+        found = [(clash.found(draft), clash.instead) for clash in self.apart]
+        lines = "\n".join(f"- {what}; {instead}" for what, instead in found if what is not None)
+        if lines:
+            raise ValueError(f"{asked} is not built yet together with\n{lines}")
+
+
+def asked_for(knob: str, unless: Any = None) -> Callable[[ModelDraft], str | None]:
+    """Return a function for :attr:`Clash.found`: the knob, or the field of one, with the value that was asked for.
+
+    Args:
+        unless: a value that is none of what is looked for, beside those that are false.
+    """
+
+    def found(draft: ModelDraft) -> str | None:
+        value: Any = draft.knobs
+        for name in knob.split("."):
+            value = None if value is None else getattr(value, name)
+        return f"{knob}={value!r}" if value and value != unless else None
+
+    return found
+
+
+def came_sharded(draft: ModelDraft) -> str | None:
+    """Return a pre-sharded model in words; None: it is none. For :attr:`Clash.found`."""
+    return None if draft.given is None else f"a model that came sharded ({draft.shapes.kind})"
