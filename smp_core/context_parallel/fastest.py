@@ -34,7 +34,7 @@ _RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradien
 
 
 class Masks(NamedTuple):
-    """What a call asks of a kernel beside its tensors.
+    """The mask of a call: what a kernel is given beside tensors.
 
     Attributes:
         segments: queries and keys of each document.
