@@ -9,7 +9,9 @@ import yaml
 
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
-from smp_core.planner.planner import Recommendation
+from smp_core.planner.planner import Recommendation, experts_words
+from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.stage_part import shapes_of_stage, states_of
 from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 
@@ -111,13 +113,42 @@ def _others(candidate: Candidate) -> str:
 def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
+    experts = experts_of(found, found.chosen)
     lines = [
         f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
         "for the CUDA context and the allocator (docs/planning.md).",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
+    if experts is not None:
+        gib = {name: f"{value / GIB:.1f} GiB" for name, value in experts.items()}
+        lines.append(
+            f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
+            f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
+            "device sends in a step. They are sharded like the rest and gathered whole: expert parallelism is not built yet."
+        )
     return "\n".join(lines)
+
+
+def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] | None:
+    """Return what a plan holds and sends of the experts of a mixture, on one device; None: the model has none."""
+    trace, plan, stage = found.trace, candidate.plan, candidate.memory.stage
+    if not trace.experts:
+        return None
+    of_stage = next(each for each in states_of(plan, found.workload.states) if each.stage == stage)
+    shapes = plan.split_shapes if plan.stages is None else shapes_of_stage(plan, stage).over(plan.layout.tensor)
+    blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
+    experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
+    share = experts / shapes.elements
+    sent = sent_bytes(plan, None, candidate.micro_batch, candidate.count, found.workload.sequence, stage)
+    itemsize = plan.dtypes.of_gathered(plan.shapes.parameters[0]).itemsize
+    return {
+        "parameters": trace.expert_elements,
+        "active_parameters": trace.active_parameters,
+        "state_bytes": share * of_stage.memory.model_states,
+        "gathered_bytes": experts / blocks * itemsize if plan.gathers else 0.0,
+        "sent_bytes": share * sum(sent.values()),
+    }
 
 
 def as_dict(found: Recommendation) -> dict[str, Any]:
@@ -145,6 +176,7 @@ def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
         "seconds": {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")},
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
+        "experts": experts_of(found, candidate),
         "days": found.days(candidate),
         "cost": found.cost(candidate),
     }

@@ -175,6 +175,12 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
     return f"{more:+.1%} step time ({worst} {lost[worst]:+.3g} s), {memory}"
 
 
+def experts_words(traced: ModelTrace) -> str:
+    """Return how many of a mixture's parameters are experts, and how many a token meets."""
+    experts, active, total = traced.expert_elements / 1e9, traced.active_parameters / 1e9, traced.parameters / 1e9
+    return f"Experts: {experts:.1f} of {total:.1f} billion parameters, of which a token meets {active:.1f} in all"
+
+
 def _by_kind(candidate: Candidate) -> str:
     memory = candidate.memory
     return ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)
@@ -200,6 +206,8 @@ def _nothing_fits(
         f"nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.1f} GiB of "
         f"{memory.capacity / GIB:.1f} ({short:.1f} GiB over: {_by_kind(found.closest)})"
     ]
+    if traced.experts:
+        lines.append(experts_words(traced))
     if changes:
         lines.append("what would fit:")
     lines += [

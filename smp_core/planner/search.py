@@ -298,6 +298,8 @@ class _Search:
         mode = knobs["activations"].checkpoint
         if not isinstance(mode, str) or mode not in self.trace.shapes:
             raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
+        if mode in self.trace.untraced:
+            raise ValueError(self.trace.untraced[mode])
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
         plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision), **own)
         if "pipeline" in knobs:
