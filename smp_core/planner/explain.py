@@ -9,6 +9,7 @@ import yaml
 
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
+from smp_core.planner.model_source import PADDED_TO
 from smp_core.planner.planner import Recommendation, experts_words
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.planner.stage_part import shapes_of_stage, states_of
@@ -120,12 +121,18 @@ def _caption(found: Recommendation) -> str:
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
+    if found.trace.unpadded:
+        lines.append(
+            f"The vocabulary is planned with {found.trace.vocabulary:,} rows instead of {found.trace.unpadded:,}, "
+            f"which tensor ranks divide: model.resize_token_embeddings(pad_to_multiple_of={PADDED_TO}). Without tensor "
+            "ranks the padding can be left out."
+        )
     if experts is not None:
         gib = {name: f"{value / GIB:.1f} GiB" for name, value in experts.items()}
         lines.append(
             f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
             f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
-            "device sends in a step. They are sharded like the rest and gathered whole: expert parallelism is not built yet."
+            "device sends in a step. Sharded like the rest, they are gathered whole: expert parallelism is not built."
         )
     return "\n".join(lines)
 

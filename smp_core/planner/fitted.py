@@ -12,7 +12,8 @@ class Fitted:
     """The constants, as shares and seconds.
 
     Attributes:
-        products: share of the peak that matrix products reach, by device; "" of all others: that of the H100.
+        products: share of the peak that matrix products reach, by a device's name or its first word; "" of all others:
+            that of the H100.
         attention: the same of attention.
         moving: share of the memory's bandwidth that other operators reach; assumed, since all that was published has
             fused kernels.
@@ -38,11 +39,11 @@ class Fitted:
 
     def products_of(self, device: str) -> float:
         """Return the share of a device's peak that matrix products reach."""
-        return self.products.get(device, self.products[""])
+        return self.products.get(device, self.products.get(device.split()[0], self.products[""]))
 
     def attention_of(self, device: str) -> float:
         """Return the share of a device's peak that attention reaches."""
-        return self.attention.get(device, self.attention[""])
+        return self.attention.get(device, self.attention.get(device.split()[0], self.attention[""]))
 
 
 FITTED = Fitted()

@@ -248,6 +248,7 @@ class ModelTrace:
         split: what was seen of split layers; empty: they were not run.
         dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
         experts: names of the parameters that grouped products read, which have a matrix for each expert.
+        unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0: it was not.
         untraced: recomputation modes that the model does not run with, and why.
     """
 
@@ -264,6 +265,7 @@ class ModelTrace:
     split: SplitTrace = field(default_factory=SplitTrace)
     dropped_scores: float = 0.0
     experts: frozenset[str] = frozenset()
+    unpadded: int = 0
     untraced: Mapping[str, str] = field(default_factory=dict)
 
     def rest_degree(self, tensor: int) -> int:

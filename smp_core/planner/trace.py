@@ -236,6 +236,7 @@ def _traced(
         chain if isinstance(chain, str) else "",
         of_split,
         experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
+        unpadded=source.unpadded,
         untraced=untraced,
     )
 

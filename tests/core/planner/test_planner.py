@@ -18,6 +18,7 @@ from smp_core.engine.decide import decide, decide_activations
 from smp_core.observe.run_record import _of_plan
 from smp_core.planner import NothingFits, Workload, commands, plan, planner
 from smp_core.planner.calibrate import calibrate
+from smp_core.planner.explain import table
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
@@ -221,6 +222,11 @@ def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTr
 def test_contradictions_are_refused(large: ModelTrace, fixed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(large, *SETTING, fixed=fixed)
+
+
+def test_a_padded_vocabulary_is_said(tiny: ModelTrace) -> None:
+    found = plan(replace(tiny, unpadded=91), "1x4:h100-80g", Workload(TOKENS, 8), fixed={"tensor": 2})
+    assert f"{WORDS} rows instead of 91" in str(table(found).caption)
 
 
 def test_tensor_degrees_are_planned_with_everything_else(tiny: ModelTrace) -> None:
