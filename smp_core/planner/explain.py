@@ -9,8 +9,9 @@ import yaml
 
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
+from smp_core.planner.fitted import MEMORY_BAND
 from smp_core.planner.model_source import PADDED_TO
-from smp_core.planner.planner import Recommendation, experts_words
+from smp_core.planner.planner import Recommendation, experts_words, layout_words
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.planner.stage_part import shapes_of_stage, states_of
 from smp_core.planner.step_memory import MEMORY_KINDS
@@ -73,7 +74,7 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         if any(getattr(each.time, part) for each in shown):
             rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
     rows += [
-        row("step, s", lambda c: f"{c.time.total:.3g}"),
+        row("step, s", lambda c: f"{c.time.total:.3g} ± {c.band.share:.0%}"),
         row("against chosen", lambda c: f"{c.time.total / found.chosen.time.total - 1:+.1%}"),
         row("tokens/s", lambda c: f"{c.tokens_per_second:,.0f}"),
         row("MFU", lambda c: f"{c.mfu:.1%}"),
@@ -114,10 +115,21 @@ def _others(candidate: Candidate) -> str:
 def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
-    experts = experts_of(found, found.chosen)
+    chosen, fastest = found.chosen, min(found.found.ranked, key=lambda each: each.time.total)
+    experts = experts_of(found, chosen)
+    waits = {part: getattr(chosen.time, part) / chosen.time.total for part in TIME_PARTS}
+    computes = waits.pop("compute")
+    most = max(waits, key=lambda part: waits[part])
+    flips = found.flips() if found.objective != "memory" else []
     lines = [
         f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
         "for the CUDA context and the allocator (docs/planning.md).",
+        f"Chosen is the simplest within {fastest.band.share:.0%} of the fastest, {layout_words(fastest)}: the fewest "
+        "axes, then the fewest nodes in a partition group.",
+        f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "
+        f"{MEMORY_BAND.share:.0%}. No run of this program on a GPU has been compared.",
+        f"A step computes {computes:.0%} of its time, and waits longest for {most}, {waits[most]:.0%}.",
+        f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the layout.",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
@@ -169,6 +181,7 @@ def as_dict(found: Recommendation) -> dict[str, Any]:
         "objective": found.objective,
         "considered": found.found.considered,
         "fitting": len(found.found.ranked),
+        "flips": found.flips(),
         "chosen": _candidate(found, found.chosen),
         "alternatives": [_candidate(found, each) for each in found.alternatives],
     }
@@ -181,6 +194,7 @@ def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
         "micro_batches": candidate.count,
         "memory_bytes": {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")},
         "seconds": {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")},
+        "band": {"share": candidate.band.share, "program": candidate.band.program},
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
         "experts": experts_of(found, candidate),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search
+from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search, simplest
+from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 from smp_core.planner.trace import trace
@@ -22,6 +23,7 @@ from smp_core.planner.workload import Workload
 
 ALTERNATIVES = 5
 _MOST_NODES = 4096
+_SHARES = tuple(percent / 100 for percent in range(10, 100, 5))
 _RATE_BETWEEN_NODES = 400.0  # of a cluster of one node, whose string needs none
 
 
@@ -92,6 +94,42 @@ class Recommendation:
                 f"{said}: {(memory.total - memory.capacity) / GIB:.1f} GiB over at the least, {_by_kind(found.closest)}"
             )
         return f"{said}: {_compared(found.ranked[0], self.chosen)}"
+
+    def flips(self) -> list[str]:
+        """Return what would change the pick: of each rate the nearest shares, above and below the assumed one, at which
+        another layout is picked among those that are shown and the fastest of each spread."""
+        fastest = {each.spread: each for each in reversed(self.found.ranked)}
+        among = list({id(each): each for each in (self.chosen, *self.alternatives, *fastest.values())}.values())
+        found = []
+        for rate, words in self._rates().items():
+            now = self.hardware.fitted.share_of(rate, self.hardware.device.name)
+            falling = [share for share in reversed(_SHARES) if share < now]
+            rising = [share for share in _SHARES if share > now]
+            for shares in (falling, rising):
+                for share in shares:
+                    other = self._pick(among, rate, share)
+                    if other.plan.layout != self.chosen.plan.layout:
+                        found.append(f"{words} at {share:.0%} of their rate, not {now:.0%}: {layout_words(other)}")
+                        break
+        return found
+
+    def _rates(self) -> dict[str, str]:
+        """Return the rates that are assumed, and their words."""
+        rates = {"products": "matrix products"}
+        if self.hardware.measured is None and self.hardware.ranks_per_node > 1:
+            rates["link"] = "links inside nodes"
+        if self.hardware.measured is None and self.hardware.nodes > 1:
+            rates["network"] = "links between nodes"
+        return rates
+
+    def _pick(self, among: Sequence[Candidate], rate: str, share: float) -> Candidate:
+        fitted = self.hardware.fitted.with_share(rate, self.hardware.device.name, share)
+        links, tokens = self.hardware.links(fitted), self.workload.sequence
+        timed = []
+        for each in among:
+            model = step_model(each.plan, self.trace, self.hardware, links, tokens, fitted)
+            timed.append(replace(each, time=model.step(each.micro_batch, each.count)))
+        return simplest(sorted(timed, key=lambda each: each.time.total))
 
     def days(self, candidate: Candidate | None = None) -> float | None:
         """Return the days of the whole training; None where its tokens are not known."""
@@ -173,6 +211,15 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
             f"{more:+.1%} step time, {memory}, and {candidate.complexity} axes and knobs instead of {chosen.complexity}"
         )
     return f"{more:+.1%} step time ({worst} {lost[worst]:+.3g} s), {memory}"
+
+
+def layout_words(candidate: Candidate) -> str:
+    """Return the degrees of a configuration, as in "8 x 4, stages 2": replicas and shards, then what is not 1."""
+    layout = candidate.plan.layout
+    others = {"stages": layout.pipeline, "context": layout.context, "tensor": layout.tensor}
+    words = [f"{layout.replicate} x {candidate.plan.shard_degree}"]
+    words += [f"{name} {size}" for name, size in others.items() if size > 1]
+    return ", ".join(words)
 
 
 def experts_words(traced: ModelTrace) -> str:

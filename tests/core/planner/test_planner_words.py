@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.planner_dry_run import CASES
 from smp_core.planner.devices import DEVICES, MACHINES
-from smp_core.planner.fitted import FITTED
+from smp_core.planner.fitted import BANDS, FITTED, MEMORY_BAND
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.known_models import KNOWN_MODELS, known_model
 from smp_core.planner.model_source import build
@@ -167,6 +167,10 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         assert own == {"A100": round(foundry[f"{kind}_A100"], 3), "": round(foundry[f"{kind}_H100"], 3)}
     assert (FITTED.link, FITTED.exposed) == (round(foundry["link"], 3), round(foundry["exposed"], 3))
     assert FITTED.network == round(kempner["network"], 3)
+    for axis, name in (("sharding", "llm_foundry"), ("pipeline", "vtrain"), ("tensor", "kempner")):
+        assert BANDS[axis].share == round(result[name]["held_out_mape"], 3)
+    assert BANDS["slow links"].share == round(result["fms_fsdp"]["mape"], 3)
+    assert MEMORY_BAND.share == round(result["kempner_memory"]["mape"], 3)
     text = Path(ROOT, "docs", "planning.md").read_text(encoding="utf-8")
     for name in ("llm_foundry", "kempner", "vtrain"):
         judged, rows = result[name]["held_out_by_size"], result[name]["rows"]
