@@ -109,6 +109,12 @@ class Candidate:
         return spread_of(layout.pipeline, layout.tensor, layout.context, self.plan.shard_degree, per_node)
 
     @property
+    def kind(self) -> tuple[bool, ...]:
+        """Return which axes it has beside sharding, and whether a partition group has several nodes."""
+        layout = self.plan.layout
+        return layout.pipeline > 1, layout.context > 1, layout.tensor > 1, self.spread[1] > 1
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of the whole job."""
         return self.tokens / self.time.total

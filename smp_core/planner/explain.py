@@ -120,7 +120,7 @@ def _caption(found: Recommendation) -> str:
     waits = {part: getattr(chosen.time, part) / chosen.time.total for part in TIME_PARTS}
     computes = waits.pop("compute")
     most = max(waits, key=lambda part: waits[part])
-    flips = found.flips() if found.objective != "memory" else []
+    flips = [flip.words for flip in found.flips()] if found.objective != "memory" else []
     lines = [
         f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
         "for the CUDA context and the allocator (docs/planning.md).",
@@ -129,7 +129,7 @@ def _caption(found: Recommendation) -> str:
         f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "
         f"{MEMORY_BAND.share:.0%}. No run of this program on a GPU has been compared.",
         f"A step computes {computes:.0%} of its time, and waits longest for {most}, {waits[most]:.0%}.",
-        f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the layout.",
+        f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the axes.",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
@@ -181,7 +181,7 @@ def as_dict(found: Recommendation) -> dict[str, Any]:
         "objective": found.objective,
         "considered": found.found.considered,
         "fitting": len(found.found.ranked),
-        "flips": found.flips(),
+        "flips": [flip.words for flip in found.flips()],
         "chosen": _candidate(found, found.chosen),
         "alternatives": [_candidate(found, each) for each in found.alternatives],
     }

@@ -74,7 +74,7 @@ BANDS: Mapping[str, Band] = {
     "sharding": Band(0.036, "llm-foundry, FSDP on A100 and H100, sizes that were not fitted"),
     "pipeline": Band(0.105, "vTrain, Megatron's pipeline and tensor ranks on A100, sizes that were not fitted"),
     "tensor": Band(0.115, "Kempner, FSDP2 and tensor ranks on H200, sizes that were not fitted"),
-    "slow links": Band(0.5, "IBM's FSDP on A100 and H100 over slow links, none of which was fitted"),
+    "slow links": Band(0.23, "IBM's FSDP on A100 and H100 over slow links, none of which was fitted"),
 }
 """By the axis of a layout. No published run with context ranks is known: they have the band of tensor ranks."""
 

@@ -132,7 +132,7 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         for name in ("n_positions", "max_position_embeddings"):
             if getattr(config, name, sequence) < sequence:
                 setattr(config, name, sequence)
-        words = config.vocab_size
+        words, has_encoder = config.vocab_size, config.is_encoder_decoder  # a decoder alone says that it has none
         if words % _TENSOR_RANKS:
             config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
@@ -141,15 +141,15 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
             f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
             "function that returns the model and its batch"
         ) from error
-    _require_class(model)
+    _require_class(model, has_encoder)
     return replace(_of_model(model), unpadded=words if words < config.vocab_size else 0)
 
 
-def _require_class(model: nn.Module) -> None:
+def _require_class(model: nn.Module, has_encoder: bool) -> None:
     """Refuse a model of another class than its configuration names: a part of it would be planned in its place."""
     config: Any = model.config
     made, named = type(model).__name__, (config.architectures or [None])[0]
-    if named is None and config.is_encoder_decoder:
+    if named is None and has_encoder:
         named = "a model with is_encoder_decoder"
     if named not in (None, made):
         raise ValueError(

@@ -39,6 +39,26 @@ class NothingFits(ValueError):
         self.changes = changes
 
 
+@dataclass(frozen=True)
+class Flip:
+    """A share of a rate at which another configuration would be picked.
+
+    Attributes:
+        rate: as :meth:`smp_core.planner.fitted.Fitted.share_of` names it; ``what``: in words.
+        now: the share that is assumed.
+    """
+
+    rate: str
+    what: str
+    now: float
+    share: float
+    pick: Candidate
+
+    @property
+    def words(self) -> str:
+        return f"{self.what} at {self.share:.0%} of their rate, not {self.now:.0%}: {layout_words(self.pick)}"
+
+
 @dataclass(frozen=True, eq=False)
 class Recommendation:
     """The configuration that was chosen, and what it was chosen from.
@@ -95,9 +115,9 @@ class Recommendation:
             )
         return f"{said}: {_compared(found.ranked[0], self.chosen)}"
 
-    def flips(self) -> list[str]:
-        """Return what would change the pick: of each rate the nearest shares, above and below the assumed one, at which
-        another layout is picked among those that are shown and the fastest of each spread."""
+    def flips(self) -> list[Flip]:
+        """Return what would change the pick: of each assumed rate the nearest shares, below and above, at which other
+        axes, or partition groups of one node or of several, win among what is shown and the fastest of each spread."""
         fastest = {each.spread: each for each in reversed(self.found.ranked)}
         among = list({id(each): each for each in (self.chosen, *self.alternatives, *fastest.values())}.values())
         found = []
@@ -106,11 +126,9 @@ class Recommendation:
             falling = [share for share in reversed(_SHARES) if share < now]
             rising = [share for share in _SHARES if share > now]
             for shares in (falling, rising):
-                for share in shares:
-                    other = self._pick(among, rate, share)
-                    if other.plan.layout != self.chosen.plan.layout:
-                        found.append(f"{words} at {share:.0%} of their rate, not {now:.0%}: {layout_words(other)}")
-                        break
+                picks = (Flip(rate, words, now, share, self._pick(among, rate, share)) for share in shares)
+                other = next((each for each in picks if each.pick.kind != self.chosen.kind), None)
+                found += [] if other is None else [other]
         return found
 
     def _rates(self) -> dict[str, str]:

@@ -178,6 +178,8 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         assert sum(errors) / len(errors) == pytest.approx(result[name]["held_out_mape"])
         worst = max(judged, key=lambda size: judged[size]["mape"])
         assert f"| {len(rows)} | {result[name]['held_out_mape']:.1%} | {judged[worst]['mape']:.1%} ({worst}) |" in text
+    ibm = result["fms_fsdp"]
+    assert f"| {len(ibm['rows'])} | {ibm['mape']:.1%} | | {ibm['worst']:+.0%} |" in text
     assert f"| {result['lab_by_scaling_model']['mape']:.1%} |" in text
     lab = json.loads(Path(ROOT, "benchmarks", "results", "planner_lab.json").read_text(encoding="utf-8"))
     assert all(f"{lab['mape'][file]:.1%}" in text for file in ("cluster", "cluster-tensor"))
