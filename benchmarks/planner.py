@@ -2,10 +2,11 @@
 
     python benchmarks/planner.py --data FOLDER [--out benchmarks/results/planner.json]
 
-FOLDER holds three tables of other people's measurements: `llm_foundry_fsdp.csv` (MosaicML llm-foundry, Apache-2.0: MPT
-under FSDP), `kempner_h200.csv` (KempnerForge: Llama under FSDP2 and tensor parallelism) and `vtrain_a100.csv` (vTrain,
-MIT: GPT under Megatron). Models are traced, never tabulated: Transformers' GPT-2 and Llama of the same sizes, and a
-layer with Megatron's kernels.
+FOLDER holds four tables of other people's measurements: `llm_foundry_fsdp.csv` (MosaicML llm-foundry, Apache-2.0: MPT
+under FSDP), `kempner_h200.csv` (KempnerForge: Llama under FSDP2 and tensor parallelism), `vtrain_a100.csv` (vTrain,
+MIT: GPT under Megatron) and `published_2.csv`, of which IBM's runs of FSDP over slow links are judged by the planner's
+own constants. Models are traced, never tabulated: Transformers' GPT-2 and Llama of the same sizes, and a layer with
+Megatron's kernels.
 
 Constants are fitted for each of the three programs: their kernels are fused to different degrees (`moving` is over 1
 where an operator's bytes are not moved at all), and their links differ. Held out is one model size at a time: constants
@@ -40,7 +41,7 @@ from smp_core.planner.trace import trace_model
 sys.path.insert(0, str(Path(__file__).parent))
 import kempner_model
 import scaling_model
-from planner_fit import Case, Constants, Row, fitted_of, held_out, mape
+from planner_fit import Case, Constants, Row, errors_of, fitted_of, held_out, mape
 from planner_megatron import START, megatron
 
 
@@ -176,6 +177,33 @@ def _kempner_memory(row: Row, asked: SmpConfig, hardware: Hardware, counts: tupl
     return (planned + embedding) / GIB / float(row["peak_gb"]) - 1
 
 
+def fms_fsdp(path: Path) -> list[Case]:
+    """Read IBM's runs of FSDP over all devices, where links between nodes are slow; they recompute every n-th block
+    where `selective` stands, and reduce in bfloat16."""
+    cases = []
+    for row in read(path):
+        if row["program"] != "fms-fsdp":
+            continue
+        nodes, per_node = int(row["nodes"]), int(row["gpus_per_node"])
+        hardware = Hardware(nodes, per_node, DEVICES[row["device"]], float(row["gbit"]))
+        trace, mode = traced(row["model"]), row["recompute"]
+        asked = SmpConfig(
+            shard_degree=int(row["shard"]), param_dtype="bfloat16", reduce_dtype="bfloat16", activations=mode
+        )
+        plan = decide(trace.of_precision(mode, row["precision"]), asked, hardware.cluster())
+        counts = int(row["micro_batch"]), int(row["micro_batches"])
+        predict = _stepped(plan, trace, hardware, {"sequence": row["seq"]}, counts, hardware.device.name)
+        cases.append(Case(row, row["id"], float(row["step_s"]), predict))
+    return cases
+
+
+def not_fitted(cases: list[Case]) -> dict[str, Any]:
+    """How far the planner's own constants are off a program that they were not fitted on."""
+    errors = errors_of(cases, {})
+    rows = [{**case.row, "error": error} for case, error in zip(cases, errors, strict=True)]
+    return {"mape": mape(errors), "worst": max(errors, key=abs), "rows": rows}
+
+
 def start_of(devices: list[str]) -> Constants:
     """Return the constants that a fit starts with, in the order in which it changes them."""
     products = {f"products_{device}": 0.6 for device in devices}
@@ -186,7 +214,7 @@ def start_of(devices: list[str]) -> Constants:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder with the three tables")
+    parser.add_argument("--data", type=Path, required=True, help="the folder with the four tables")
     parser.add_argument("--out", type=Path, help="write the result as JSON here")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), help="of the result, the others stay as they are")
     asked = parser.parse_args()
@@ -220,6 +248,7 @@ PARTS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "vtrain": lambda data: held_out(megatron(read(data / "vtrain_a100.csv")), START),
     "kempner": lambda data: held_out(kempner(data / "kempner_h200.csv"), start_of(["H200"])),
     "kempner_memory": kempner_memory,
+    "fms_fsdp": lambda data: not_fitted(fms_fsdp(data / "published_2.csv")),
     "lab_by_scaling_model": lab,
 }
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
         return trace.trace_model(words, tokens, given, _runs)
 
 
-def _runs(source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
+def _runs(
+    source: Source, lists: list[str], heads: int, tokens: int, modes: Sequence[trace.Recomputation]
+) -> SplitTrace:
     """Run two blocks over the fewest and the most ranks: :data:`smp_core.planner.trace.Splitting`."""
     dims: dict[str, int] = {}
     by_split: dict[frozenset[str], list[int]] = {}  # degrees that split the same parameters
@@ -64,10 +66,10 @@ def _runs(source: Source, lists: list[str], heads: int, tokens: int) -> SplitTra
     for degree in ends:
         copy = copied(source.model, None)
         with _over(copy.model, degree):
-            meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in trace.MODES}
-        runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in trace.MODES}
+            meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in modes}
+        runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in modes}
     instants: dict[tuple[int, str], Instants] = {}
-    for kind, mode in itertools.product(by_split.values(), trace.MODES):
+    for kind, mode in itertools.product(by_split.values(), modes):
         for degree in kind:
             pairs = zip(runs[kind[0]][mode], runs[kind[-1]][mode], strict=True)
             at = [between(degree, kind[0], one, kind[-1], other) for one, other in pairs]

@@ -10,10 +10,17 @@ from typing import Any
 from smp_core.cluster import DEGREES
 from smp_core.config import SmpConfig, as_asked
 from smp_core.plan import Plan
+from smp_core.planner.fitted import Band
 from smp_core.planner.step_memory import PeakMemory
 from smp_core.planner.time import StepTime
 
 _DEFAULTS = SmpConfig().to_dict()
+
+
+def spread_of(pipeline: int, tensor: int, context: int, shard: int, ranks_per_node: int) -> tuple[int, int]:
+    """Return the axes of a layout beside sharding, and the nodes of a partition group."""
+    axes = (pipeline > 1) + (tensor > 1) + (context > 1)
+    return axes, -(-shard * tensor // ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Candidate:
         micro_batch: samples of a micro-batch on each rank.
         count: micro-batches of an optimizer step.
         flops: model FLOPs of a step, by the convention of MFU.
+        band: how far off the time may be.
     """
 
     choice: Choice
@@ -75,6 +83,7 @@ class Candidate:
     flops: float
     peak: float
     tokens: int
+    band: Band
 
     @property
     def asked(self) -> SmpConfig:
@@ -93,6 +102,18 @@ class Candidate:
     def complexity(self) -> int:
         """Return how many axes and knobs it takes."""
         return self.choice.complexity
+
+    @property
+    def spread(self) -> tuple[int, int]:
+        """Return what a configuration risks: its axes beside sharding, and the nodes of a partition group."""
+        layout, per_node = self.plan.layout, self.plan.cluster.topology.ranks_per_node
+        return spread_of(layout.pipeline, layout.tensor, layout.context, self.plan.shard_degree, per_node)
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """Return which axes it has beside sharding, and whether a partition group has several nodes."""
+        layout = self.plan.layout
+        return layout.pipeline > 1, layout.context > 1, layout.tensor > 1, self.spread[1] > 1
 
     @property
     def tokens_per_second(self) -> float:

@@ -9,7 +9,11 @@ import yaml
 
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
-from smp_core.planner.planner import Recommendation
+from smp_core.planner.fitted import MEMORY_BAND
+from smp_core.planner.model_source import PADDED_TO
+from smp_core.planner.planner import Recommendation, experts_words, layout_words
+from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.stage_part import shapes_of_stage, states_of
 from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 
@@ -70,7 +74,7 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         if any(getattr(each.time, part) for each in shown):
             rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
     rows += [
-        row("step, s", lambda c: f"{c.time.total:.3g}"),
+        row("step, s", lambda c: f"{c.time.total:.3g} ± {c.band.share:.0%}"),
         row("against chosen", lambda c: f"{c.time.total / found.chosen.time.total - 1:+.1%}"),
         row("tokens/s", lambda c: f"{c.tokens_per_second:,.0f}"),
         row("MFU", lambda c: f"{c.mfu:.1%}"),
@@ -111,13 +115,59 @@ def _others(candidate: Candidate) -> str:
 def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
+    chosen, fastest = found.chosen, min(found.found.ranked, key=lambda each: each.time.total)
+    experts = experts_of(found, chosen)
+    waits = {part: getattr(chosen.time, part) / chosen.time.total for part in TIME_PARTS}
+    computes = waits.pop("compute")
+    most = max(waits, key=lambda part: waits[part])
+    flips = [flip.words for flip in found.flips()] if found.objective != "memory" else []
     lines = [
         f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
         "for the CUDA context and the allocator (docs/planning.md).",
+        f"Chosen is the simplest within {fastest.band.share:.0%} of the fastest, {layout_words(fastest)}: the fewest "
+        "axes, then the fewest nodes in a partition group.",
+        f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "
+        f"{MEMORY_BAND.share:.0%}. No run of this program on a GPU has been compared.",
+        f"A step computes {computes:.0%} of its time, and waits longest for {most}, {waits[most]:.0%}.",
+        f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the axes.",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
+    if found.trace.unpadded:
+        lines.append(
+            f"The vocabulary is planned with {found.trace.vocabulary:,} rows instead of {found.trace.unpadded:,}, "
+            f"which tensor ranks divide: model.resize_token_embeddings(pad_to_multiple_of={PADDED_TO}). Without tensor "
+            "ranks the padding can be left out."
+        )
+    if experts is not None:
+        gib = {name: f"{value / GIB:.1f} GiB" for name, value in experts.items()}
+        lines.append(
+            f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
+            f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
+            "device sends in a step. Sharded like the rest, they are gathered whole: expert parallelism is not built."
+        )
     return "\n".join(lines)
+
+
+def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] | None:
+    """Return what a plan holds and sends of the experts of a mixture, on one device; None: the model has none."""
+    trace, plan, stage = found.trace, candidate.plan, candidate.memory.stage
+    if not trace.experts:
+        return None
+    of_stage = next(each for each in states_of(plan, found.workload.states) if each.stage == stage)
+    shapes = plan.split_shapes if plan.stages is None else shapes_of_stage(plan, stage).over(plan.layout.tensor)
+    blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
+    experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
+    share = experts / shapes.elements
+    sent = sent_bytes(plan, None, candidate.micro_batch, candidate.count, found.workload.sequence, stage)
+    itemsize = plan.dtypes.of_gathered(plan.shapes.parameters[0]).itemsize
+    return {
+        "parameters": trace.expert_elements,
+        "active_parameters": trace.active_parameters,
+        "state_bytes": share * of_stage.memory.model_states,
+        "gathered_bytes": experts / blocks * itemsize if plan.gathers else 0.0,
+        "sent_bytes": share * sum(sent.values()),
+    }
 
 
 def as_dict(found: Recommendation) -> dict[str, Any]:
@@ -131,6 +181,7 @@ def as_dict(found: Recommendation) -> dict[str, Any]:
         "objective": found.objective,
         "considered": found.found.considered,
         "fitting": len(found.found.ranked),
+        "flips": [flip.words for flip in found.flips()],
         "chosen": _candidate(found, found.chosen),
         "alternatives": [_candidate(found, each) for each in found.alternatives],
     }
@@ -143,8 +194,10 @@ def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
         "micro_batches": candidate.count,
         "memory_bytes": {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")},
         "seconds": {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")},
+        "band": {"share": candidate.band.share, "program": candidate.band.program},
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
+        "experts": experts_of(found, candidate),
         "days": found.days(candidate),
         "cost": found.cost(candidate),
     }

@@ -4,7 +4,9 @@ how far they are off rows that they were not fitted on, stands in `benchmarks/re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from smp_core.cluster import Layout
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,8 @@ class Fitted:
     """The constants, as shares and seconds.
 
     Attributes:
-        products: share of the peak that matrix products reach, by device; "" of all others: that of the H100.
+        products: share of the peak that matrix products reach, by a device's name or its first word; "" of all others:
+            that of the H100.
         attention: the same of attention.
         moving: share of the memory's bandwidth that other operators reach; assumed, since all that was published has
             fused kernels.
@@ -38,11 +41,61 @@ class Fitted:
 
     def products_of(self, device: str) -> float:
         """Return the share of a device's peak that matrix products reach."""
-        return self.products.get(device, self.products[""])
+        return self.products.get(device, self.products.get(device.split()[0], self.products[""]))
 
     def attention_of(self, device: str) -> float:
         """Return the share of a device's peak that attention reaches."""
-        return self.attention.get(device, self.attention[""])
+        return self.attention.get(device, self.attention.get(device.split()[0], self.attention[""]))
+
+    def share_of(self, rate: str, device: str) -> float:
+        """Return the share of a "link", of the "network", or of the peak that "products" reach."""
+        share: float = self.products_of(device) if rate == "products" else getattr(self, rate)
+        return share
+
+    def with_share(self, rate: str, device: str, share: float) -> Fitted:
+        """Return the constants with another share of a rate, as :meth:`share_of` names it."""
+        if rate == "products":
+            return replace(self, products={**self.products, device: share})
+        return replace(self, **{rate: share})  # type: ignore[arg-type]  # the others are floats
 
 
 FITTED = Fitted()
+
+
+@dataclass(frozen=True)
+class Band:
+    """How far off a step's time may be: the mean error, as a share, on the runs of a program that is like it."""
+
+    share: float
+    program: str
+
+
+BANDS: Mapping[str, Band] = {
+    "sharding": Band(0.036, "llm-foundry, FSDP on A100 and H100, sizes that were not fitted"),
+    "pipeline": Band(0.105, "vTrain, Megatron's pipeline and tensor ranks on A100, sizes that were not fitted"),
+    "tensor": Band(0.115, "Kempner, FSDP2 and tensor ranks on H200, sizes that were not fitted"),
+    "slow links": Band(0.23, "IBM's FSDP on A100 and H100 over slow links, none of which was fitted"),
+}
+"""By the axis of a layout. No published run with context ranks is known: they have the band of tensor ranks."""
+
+MEMORY_BAND = Band(0.044, "Kempner, FSDP2 and tensor ranks on H200")
+"""How far off planned peaks of memory are in the mean."""
+
+SLOW_GBIT = 200.0
+"""Gbit/s of each device's share of the links between nodes, below which no fitted program's were."""
+
+
+def band_of(layout: Layout, gbit_of_device: float | None) -> Band:
+    """Return the band of the nearest programs, the widest of a layout's axes.
+
+    Args:
+        gbit_of_device: a device's share of what is sent between nodes; None: nothing is.
+    """
+    found = [BANDS["sharding"]]
+    if layout.pipeline > 1:
+        found.append(BANDS["pipeline"])
+    if layout.tensor > 1 or layout.context > 1:
+        found.append(BANDS["tensor"])
+    if gbit_of_device is not None and gbit_of_device < SLOW_GBIT:
+        found.append(BANDS["slow links"])
+    return max(found, key=lambda band: band.share)

@@ -1,6 +1,7 @@
 """Models that are only planned for: built without values from a short name, a configuration file or a function.
 
-    llama-3.1-8b           a name of :mod:`smp_core.planner.known_models`
+    llama-3.1-8b           a name of :mod:`smp_core.planner.known_models`, also as Llama-3.1-8B-Instruct with its owner
+    owner/name             the configuration that the hub's cache has
     config.json, folder    a Transformers configuration
     package.module:name    a function that returns a model, or (model, batch), where batch(samples, tokens)
                            is what a step gets
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import nn
 
 from smp_core.outside import how_to_install, read_json
 from smp_core.plan import Entry, example_of
-from smp_core.planner.known_models import KNOWN_MODELS
+from smp_core.planner.known_models import KNOWN_MODELS, known_model
 from smp_core.planner.trace_meter import flat
 
 
@@ -37,6 +39,7 @@ class Source:
         loss_of: batch -> its loss.
         entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
         splits: layers and sequences can be split without being told how: the model is Transformers'.
+        unpadded: rows that the vocabulary had before it was padded; 0: it was not.
     """
 
     model: nn.Module
@@ -44,6 +47,7 @@ class Source:
     loss_of: Callable[[Any], torch.Tensor]
     entry: Entry = "forward"
     splits: bool = False
+    unpadded: int = 0
 
     def loss(self, samples: int, tokens: int) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -51,6 +55,9 @@ class Source:
 
 
 _MOST_LAYERS = 10_000
+_TENSOR_RANKS = 8
+PADDED_TO = 64
+"""What a vocabulary is padded to a multiple of, as is usual, where eight tensor ranks do not divide it."""
 
 
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
@@ -65,11 +72,14 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     """
     if fields is not None:
         return _of_fields(dict(fields), sequence)
-    if words in KNOWN_MODELS:
-        return _of_fields(dict(KNOWN_MODELS[words]), sequence)
     path = Path(words)
     if path.is_dir():
         path = path / "config.json"
+    elif _ON_HUB.fullmatch(words) and not path.exists():
+        path = _cached_config(words) or path
+    known = None if path.is_file() else known_model(words)
+    if known is not None:
+        return _of_fields(dict(known), sequence)
     if path.is_file():
         read = read_json(path)
         if not isinstance(read, dict) or "model_type" not in read:
@@ -78,12 +88,31 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
-    near = difflib.get_close_matches(words, list(KNOWN_MODELS), n=1)
+    near = difflib.get_close_matches(words.rpartition("/")[2].lower(), list(KNOWN_MODELS), n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
+    download = ""
+    if _ON_HUB.fullmatch(words):
+        download = (
+            f" Its configuration alone is enough: `hf download {words} config.json` puts it into the hub's cache "
+            "(after `hf auth login`, where the owner grants access), where this command looks for it."
+        )
     raise ValueError(
-        f"model {words!r} is no file and no known name{meant}. Known: {', '.join(KNOWN_MODELS)}. Or write the "
-        "config.json of a Transformers model, or package.module:function"
+        f"model {words!r} is no file and no known name{meant}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
+        "the config.json of a Transformers model, or package.module:function"
     )
+
+
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _cached_config(words: str) -> Path | None:
+    """Return the config.json of a name on the hub where its cache has it. Nothing is downloaded."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(words, "config.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
@@ -103,13 +132,31 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         for name in ("n_positions", "max_position_embeddings"):
             if getattr(config, name, sequence) < sequence:
                 setattr(config, name, sequence)
+        words, has_encoder = config.vocab_size, config.is_encoder_decoder  # a decoder alone says that it has none
+        if words % _TENSOR_RANKS:
+            config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
             "function that returns the model and its batch"
         ) from error
-    return _of_model(model)
+    _require_class(model, has_encoder)
+    return replace(_of_model(model), unpadded=words if words < config.vocab_size else 0)
+
+
+def _require_class(model: nn.Module, has_encoder: bool) -> None:
+    """Refuse a model of another class than its configuration names: a part of it would be planned in its place."""
+    config: Any = model.config
+    made, named = type(model).__name__, (config.architectures or [None])[0]
+    if named is None and has_encoder:
+        named = "a model with is_encoder_decoder"
+    if named not in (None, made):
+        raise ValueError(
+            f"the configuration is of {named}, and {made} is what would be planned: configurations are planned as "
+            f"causal language models. Write package.module:function, a function that returns {named} and its batch; "
+            f"or, if {made} is what is trained, architectures: [{made}]"
+        )
 
 
 def _attention() -> str:

@@ -19,6 +19,8 @@ class Figures:
     """Counts of one micro-batch: FLOPs and bytes as the module says.
 
     Attributes:
+        forward_experts, backward_experts: FLOPs of grouped products, which no other product counts.
+        forward_weights, backward_weights: bytes of all experts' matrices that these read or make, however few the rows.
         full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.
         keys: bytes of keys and values that forward's attention reads.
         kept: the highest bytes of activations until backward reaches the last block.
@@ -28,9 +30,13 @@ class Figures:
     forward_products: float = 0.0
     forward_attention: float = 0.0
     forward_moved: float = 0.0
+    forward_experts: float = 0.0
+    forward_weights: float = 0.0
     backward_products: float = 0.0
     backward_attention: float = 0.0
     backward_moved: float = 0.0
+    backward_experts: float = 0.0
+    backward_weights: float = 0.0
     full_attention: float = 0.0
     keys: float = 0.0
     kept: float = 0.0
@@ -65,6 +71,8 @@ class Curve:
         s = self.tokens
 
         def value(name: str) -> float:
+            if name.endswith("_weights"):
+                return float(getattr(self.one, name))
             one, two, half = (getattr(figures, name) for figures in (self.one, self.two, self.half))
             of_sample = two - one  # b s (c + d s) at b = 1
             shared = (one - of_sample) / s  # a
@@ -239,6 +247,9 @@ class ModelTrace:
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
         split: what was seen of split layers; empty: they were not run.
         dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
+        experts: names of the parameters that grouped products read, which have a matrix for each expert.
+        unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0: it was not.
+        untraced: recomputation modes that the model does not run with, and why.
     """
 
     shapes: Mapping[str, Shapes]
@@ -253,6 +264,9 @@ class ModelTrace:
     uncut: str = "its blocks were not followed"
     split: SplitTrace = field(default_factory=SplitTrace)
     dropped_scores: float = 0.0
+    experts: frozenset[str] = frozenset()
+    unpadded: int = 0
+    untraced: Mapping[str, str] = field(default_factory=dict)
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
@@ -271,6 +285,21 @@ class ModelTrace:
     def parameters(self) -> int:
         """Elements of all parameters."""
         return self.shapes["none"].elements
+
+    @cached_property
+    def expert_elements(self) -> int:
+        """Elements of all experts' matrices."""
+        return sum(each.elements for each in self.shapes["none"].parameters if each.name in self.experts)
+
+    @cached_property
+    def active_parameters(self) -> float:
+        """Elements that one token's products read, those of the embedding among them."""
+        curve = self.block["none"]
+        if not curve.one.forward_weights:
+            return float(self.parameters)
+        # Two FLOPs for each element and token; grouped products are of two bytes an element.
+        met = curve.one.forward_experts / (curve.tokens * curve.one.forward_weights)
+        return self.parameters - (1 - met) * self.expert_elements
 
     def block_elements(self, tensor: int = 1) -> float:
         """Return the elements of a block that one of so many tensor ranks holds."""

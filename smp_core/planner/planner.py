@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search
+from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search, simplest
+from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 from smp_core.planner.trace import trace
@@ -22,6 +23,7 @@ from smp_core.planner.workload import Workload
 
 ALTERNATIVES = 5
 _MOST_NODES = 4096
+_SHARES = tuple(percent / 100 for percent in range(10, 100, 5))
 _RATE_BETWEEN_NODES = 400.0  # of a cluster of one node, whose string needs none
 
 
@@ -35,6 +37,26 @@ class NothingFits(ValueError):
     def __init__(self, message: str, changes: list[tuple[str, Candidate]]) -> None:
         super().__init__(message)
         self.changes = changes
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A share of a rate at which another configuration would be picked.
+
+    Attributes:
+        rate: as :meth:`smp_core.planner.fitted.Fitted.share_of` names it; ``what``: in words.
+        now: the share that is assumed.
+    """
+
+    rate: str
+    what: str
+    now: float
+    share: float
+    pick: Candidate
+
+    @property
+    def words(self) -> str:
+        return f"{self.what} at {self.share:.0%} of their rate, not {self.now:.0%}: {layout_words(self.pick)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +114,40 @@ class Recommendation:
                 f"{said}: {(memory.total - memory.capacity) / GIB:.1f} GiB over at the least, {_by_kind(found.closest)}"
             )
         return f"{said}: {_compared(found.ranked[0], self.chosen)}"
+
+    def flips(self) -> list[Flip]:
+        """Return what would change the pick: of each assumed rate the nearest shares, below and above, at which other
+        axes, or partition groups of one node or of several, win among what is shown and the fastest of each spread."""
+        fastest = {each.spread: each for each in reversed(self.found.ranked)}
+        among = list({id(each): each for each in (self.chosen, *self.alternatives, *fastest.values())}.values())
+        found = []
+        for rate, words in self._rates().items():
+            now = self.hardware.fitted.share_of(rate, self.hardware.device.name)
+            falling = [share for share in reversed(_SHARES) if share < now]
+            rising = [share for share in _SHARES if share > now]
+            for shares in (falling, rising):
+                picks = (Flip(rate, words, now, share, self._pick(among, rate, share)) for share in shares)
+                other = next((each for each in picks if each.pick.kind != self.chosen.kind), None)
+                found += [] if other is None else [other]
+        return found
+
+    def _rates(self) -> dict[str, str]:
+        """Return the rates that are assumed, and their words."""
+        rates = {"products": "matrix products"}
+        if self.hardware.measured is None and self.hardware.ranks_per_node > 1:
+            rates["link"] = "links inside nodes"
+        if self.hardware.measured is None and self.hardware.nodes > 1:
+            rates["network"] = "links between nodes"
+        return rates
+
+    def _pick(self, among: Sequence[Candidate], rate: str, share: float) -> Candidate:
+        fitted = self.hardware.fitted.with_share(rate, self.hardware.device.name, share)
+        links, tokens = self.hardware.links(fitted), self.workload.sequence
+        timed = []
+        for each in among:
+            model = step_model(each.plan, self.trace, self.hardware, links, tokens, fitted)
+            timed.append(replace(each, time=model.step(each.micro_batch, each.count)))
+        return simplest(sorted(timed, key=lambda each: each.time.total))
 
     def days(self, candidate: Candidate | None = None) -> float | None:
         """Return the days of the whole training; None where its tokens are not known."""
@@ -175,6 +231,21 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
     return f"{more:+.1%} step time ({worst} {lost[worst]:+.3g} s), {memory}"
 
 
+def layout_words(candidate: Candidate) -> str:
+    """Return the degrees of a configuration, as in "8 x 4, stages 2": replicas and shards, then what is not 1."""
+    layout = candidate.plan.layout
+    others = {"stages": layout.pipeline, "context": layout.context, "tensor": layout.tensor}
+    words = [f"{layout.replicate} x {candidate.plan.shard_degree}"]
+    words += [f"{name} {size}" for name, size in others.items() if size > 1]
+    return ", ".join(words)
+
+
+def experts_words(traced: ModelTrace) -> str:
+    """Return how many of a mixture's parameters are experts, and how many a token meets."""
+    experts, active, total = traced.expert_elements / 1e9, traced.active_parameters / 1e9, traced.parameters / 1e9
+    return f"Experts: {experts:.1f} of {total:.1f} billion parameters, of which a token meets {active:.1f} in all"
+
+
 def _by_kind(candidate: Candidate) -> str:
     memory = candidate.memory
     return ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)
@@ -200,6 +271,8 @@ def _nothing_fits(
         f"nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.1f} GiB of "
         f"{memory.capacity / GIB:.1f} ({short:.1f} GiB over: {_by_kind(found.closest)})"
     ]
+    if traced.experts:
+        lines.append(experts_words(traced))
     if changes:
         lines.append("what would fit:")
     lines += [

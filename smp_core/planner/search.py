@@ -6,14 +6,16 @@ offloading, what is kept between micro-batches, where optimizer states live, the
 loss, and the micro-batch. Knobs that the user gave are fixed. A micro-batch is enlarged until memory ends. All
 micro-batches of a step go through pipeline stages in one batch, unless `pipeline.microbatches` is fixed.
 
-Deterministic: the same model, machines and batch give the same ranking. Configurations within 1 % of the best are a
-tie, which the one with the fewest axes and knobs wins.
+Deterministic: the same model, machines and batch give the same ranking. The pick is the simplest configuration within
+the time model's own error of the fastest: the fewest axes, then the fewest nodes in a partition group, then the time;
+within 1 % of that, the fewest knobs. Layouts are walked in that order, so that one with stages only has to be looked at
+where it can be faster than all that are simpler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +25,8 @@ from smp_core.engine import decide_activations, decide_pipeline
 from smp_core.engine.decide import decide
 from smp_core.outside import parse_yaml
 from smp_core.plan import TRAINERS_OWN, Cluster, Plan, Precision, chunks_of
-from smp_core.planner.candidate import Candidate, Choice
+from smp_core.planner.candidate import Candidate, Choice, spread_of
+from smp_core.planner.fitted import band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.search_space import LATER, MICRO_BATCH, Batch, SearchSpace
@@ -121,12 +124,24 @@ def search(
     key = {"time": _by_time, "cost": _by_time, "memory": _by_memory}[objective]
     found.ranked.sort(key=key)
     if found.ranked:
-        best = key(found.ranked[0])[0]
-        tied = [each for each in found.ranked if key(each)[0] <= best * (1 + TIE)]
-        chosen = min(tied, key=lambda each: (each.complexity, *key(each)))
+        chosen = simplest(found.ranked) if key is _by_time else _with_fewest_knobs(found.ranked, key)
         found.ranked.remove(chosen)
         found.ranked.insert(0, chosen)
     return found
+
+
+def simplest(ranked: Sequence[Candidate]) -> Candidate:
+    """Return the pick among configurations by rising time: more axes and wider groups have to save more time than the
+    model may be off."""
+    fastest = ranked[0]
+    near = [each for each in ranked if each.time.total <= fastest.time.total * (1 + fastest.band.share)]
+    least = min(each.spread for each in near)
+    return _with_fewest_knobs([each for each in near if each.spread == least], _by_time)
+
+
+def _with_fewest_knobs(ranked: Sequence[Candidate], key: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
+    tied = [each for each in ranked if key(each)[0] <= key(ranked[0])[0] * (1 + TIE)]
+    return min(tied, key=lambda each: (each.complexity, *key(each)))
 
 
 def _by_time(candidate: Candidate) -> tuple[Any, ...]:
@@ -190,7 +205,7 @@ class _Search:
         self.found.refused += self.space.refused
 
     def _walk(self) -> None:
-        for layout in self.space.layouts():
+        for layout in sorted(self.space.layouts(), key=self._spread):
             stages = layout["pipeline_parallel_degree"]
             split = math.prod(layout[knob] for knob in DEGREES.values())
             data = self.hardware.devices // split
@@ -214,6 +229,10 @@ class _Search:
                     self.found.considered += len(batches) - len(near)
                     for way in self._ways(states, others, near) if near else ():
                         self._take(way)
+
+    def _spread(self, layout: dict[str, int]) -> tuple[int, int]:
+        pipeline, tensor, context = (layout[f"{axis}_parallel_degree"] for axis in ("pipeline", "tensor", "context"))
+        return spread_of(pipeline, tensor, context, layout["shard_degree"], self.hardware.ranks_per_node)
 
     def _decided(self, knobs: dict[str, Any]) -> _States | None:
         """Decide about all knobs but those of :data:`LATER`; None: refused."""
@@ -298,6 +317,8 @@ class _Search:
         mode = knobs["activations"].checkpoint
         if not isinstance(mode, str) or mode not in self.trace.shapes:
             raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
+        if mode in self.trace.untraced:
+            raise ValueError(self.trace.untraced[mode])
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
         plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision), **own)
         if "pipeline" in knobs:
@@ -321,7 +342,10 @@ class _Search:
         else:
             time = way.model.step(batch.size, batch.count)
         choice = Choice(plan.knobs.unresolved, plan, way.names)
-        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all)
+        hardware = self.hardware
+        between = hardware.gbit / hardware.ranks_per_node if hardware.nodes > 1 else None
+        band = band_of(plan.layout, None if hardware.measured else between)
+        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all, band)
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:

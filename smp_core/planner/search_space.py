@@ -164,6 +164,7 @@ class SearchSpace:
     def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
         """Yield the knobs that change no model states: recomputation, the loss's chunks, the pipeline's schedule."""
         modes: list[Any] = ["none", "selective", "full", {"checkpoint": "full", "offload": True}]
+        modes = [mode for mode in modes if not isinstance(mode, str) or mode not in self.trace.untraced]
         chunks = [None, 1024] if self.trace.heads else [None]
         schedules = [None] if stages == 1 else self._schedules(stages)
         fixed = self.fixed

@@ -232,12 +232,8 @@ class StagedModel(StepModel):
         before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
         behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
         degree = self.trace.rest_degree(self.plan.layout.tensor)
-        early = []
-        for phase in ("forward", "backward"):
-            products, attention, moved = (
-                getattr(before, f"{phase}_{what}") / degree for what in ("products", "attention", "moved")
-            )
-            early.append(computing_seconds(products, attention, moved, self.hardware.device, self.fitted))
+        device, fitted = self.hardware.device, self.fitted
+        early = [computing_seconds(before, phase, degree, device, fitted) for phase in ("forward", "backward")]
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again

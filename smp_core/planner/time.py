@@ -1,11 +1,11 @@
 """The time of a step, for a plan and a traced model: computing from the trace, collectives by latency and bandwidth.
 
 A block computes products / (peak x share) + attention / (peak x share) + moved / (bandwidth x share) seconds,
-forward and backward each, with what is computed again. While it does so the next block's parameters are
-gathered and the last one's gradients reduced, over links of :mod:`smp_core.cluster.links`; the longer of both counts,
-and a share of the shorter (`exposed`), because collectives take part of the device. The root's gather and reduction,
-and the collectives of tensor and context ranks, are waited for. Sums across replicas run behind
-the last micro-batch's backward. Then the optimizer reads and writes its states.
+forward and backward each, with what is computed again; products of experts take at least the time of reading all
+their matrices. Meanwhile the next block's parameters are gathered and the last one's gradients reduced, over links of
+:mod:`smp_core.cluster.links`; the longer of both counts, and a share of the shorter (`exposed`), because collectives
+take part of the device. The root's gather and reduction, and the collectives of tensor and context ranks, are waited
+for. Sums across replicas run behind the last micro-batch's backward. Then the optimizer reads and writes its states.
 
 The constants are in :mod:`smp_core.planner.fitted`.
 """
@@ -51,13 +51,21 @@ class StepTime:
         return sum(getattr(self, part) for part in TIME_PARTS)
 
 
+_COUNTED = ("products", "attention", "moved", "experts", "weights")
+
+
 def computing_seconds(
-    products: float, attention: float, moved: float, device: Device, fitted: Fitted = FITTED
+    figures: Figures, phase: str, tensor: int, device: Device, fitted: Fitted = FITTED, context: int = 1
 ) -> float:
-    """Return the seconds of FLOPs of products and attention, and of bytes moved by other operators."""
-    by_products = products / (device.flops * fitted.products_of(device.name))
-    by_attention = attention / (device.flops * fitted.attention_of(device.name))
-    return by_products + by_attention + moved / (device.hbm * fitted.moving)
+    """Return the seconds of "forward" or "backward" of what ``tensor`` ranks share: products, attention (the queries of
+    one context rank meet the keys of all), bytes moved by other operators, and grouped products, which take at least
+    the reading of all experts' matrices."""
+    products, attention, moved, experts, weights = (getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED)
+    of_products = device.flops * fitted.products_of(device.name)
+    of_attention = device.flops * fitted.attention_of(device.name)
+    bandwidth = device.hbm * fitted.moving
+    by_experts = max(experts / of_products, weights / bandwidth)
+    return products / of_products + by_experts + context * attention / of_attention + moved / bandwidth
 
 
 def block_seconds(
@@ -72,15 +80,10 @@ def pass_seconds(
     figures: Figures, tensor: int, context: int, device: Device, fitted: Fitted = FITTED
 ) -> tuple[float, float]:
     """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
-    found = []
-    for phase in ("forward", "backward"):
-        products, attention, moved = (
-            getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
-        )
-        # The queries of one context rank meet the keys of all.
-        seconds = computing_seconds(products, attention * context, moved, device, fitted)
-        found.append(max(seconds, fitted.launching))
-    return found[0], found[1]
+    forward, backward = (
+        computing_seconds(figures, phase, tensor, device, fitted, context) for phase in ("forward", "backward")
+    )
+    return max(forward, fitted.launching), max(backward, fitted.launching)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -286,5 +289,6 @@ def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
     """Return the model FLOPs of a training step by the convention of MFU: three forwards, causal attention as if it
     were full (:mod:`smp_core.observe.monitoring`)."""
     block, rest = trace.block["none"].at(1, tokens), trace.rest["none"].at(1, tokens)
-    forward = trace.blocks * (block.forward_products + block.full_attention) + rest.forward_products
+    of_block = block.forward_products + block.forward_experts + block.full_attention
+    forward = trace.blocks * of_block + rest.forward_products
     return 3 * samples * (forward + rest.full_attention)

@@ -30,7 +30,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -55,8 +55,8 @@ MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 CHILD = "smp_core.dry_run.split_trace"
 """The module that traces in a child process. It stands above this one and is named, not imported."""
 
-Splitting = Callable[[Source, list[str], int, int], SplitTrace]
-"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens) -> what was seen."""
+Splitting = Callable[[Source, list[str], int, int, Sequence[Recomputation]], SplitTrace]
+"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens, modes) -> what was seen."""
 
 _DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
@@ -166,6 +166,7 @@ def _traced(
 ) -> ModelTrace:
     model = source.model
     lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
+    parameters = dict(model.named_parameters())  # also of blocks that are cut off below
     found = _shapes_by_mode(model, asked, source.entry)
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
@@ -173,36 +174,50 @@ def _traced(
     tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     prefixes = tuple(f"{name}." if name else "" for name in lists)
     names = {name for name in found["none"].by_name if name.startswith(prefixes)}
+    for name in lists:
+        _keep_commonest(model.get_submodule(name))
     chain = _chain_of(model, lists, count, asked, source.entry)
     if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
         chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
     if isinstance(chain, Chain):
         shapes = _with_chain(shapes, chain)
-    counted: dict[int, dict[str, list[Figures]]] = {}
+    counted: dict[int, dict[Recomputation, list[Figures]]] = {}
     instants: dict[str, Instants] = {}
+    untraced: dict[str, str] = {}
     of_split, heads = SplitTrace(), 0
+    stacks: set[tuple[int, ...]] = set()
     for blocks in (2, 1):
         for name in lists:
             del model.get_submodule(name)[blocks:]  # type: ignore[operator]
         counted[blocks] = {}
         for mode in MODES:
             at = [(1, tokens), (2, tokens), (1, tokens // 2)]
+            if mode in untraced:
+                continue
             try:
                 runs = [measured(source, lists, mode, *each) for each in at]
             except Exception as error:
+                if mode == "selective":  # what it keeps must not be changed in place, which some models do
+                    untraced[mode] = (
+                        f"activations.checkpoint='selective': {words} does not train with it ({type(error).__name__}: "
+                        f"{error}); write none or full"
+                    )
+                    continue
                 raise ValueError(
                     f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its "
                     "forward what depends on values, or write package.module:function with a model that does"
                 ) from error
             counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
+            stacks |= runs[0].stacks
             early = [meter.early for meter in runs]
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
         if blocks == 2 and source.splits and split is not None:
-            of_split = _of_split(split, source, lists, heads, tokens)
+            modes = [mode for mode in MODES if mode not in untraced]
+            of_split = _of_split(split, source, lists, heads, tokens, modes)
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
-    for mode in MODES:
+    for mode in counted[1]:
         pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
         block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
         rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
@@ -220,7 +235,24 @@ def _traced(
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
         of_split,
+        experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
+        unpadded=source.unpadded,
+        untraced=untraced,
     )
+
+
+def _keep_commonest(blocks: Any) -> None:
+    """Cut off the blocks whose parameters are not those of most: dense ones in front of a mixture's."""
+
+    def kind(block: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+        return tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+
+    kinds = [kind(block) for block in blocks]
+    commonest = max(kinds, key=kinds.count)
+    if kinds.count(commonest) > 1:
+        for place in reversed(range(len(kinds))):
+            if kinds[place] != commonest:
+                del blocks[place]
 
 
 def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
@@ -231,10 +263,12 @@ def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
     return max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
 
 
-def _of_split(split: Splitting, source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
+def _of_split(
+    split: Splitting, source: Source, lists: list[str], heads: int, tokens: int, modes: Sequence[Recomputation]
+) -> SplitTrace:
     """Run layers split over what divides ``heads``, if they can be split."""
     try:
-        return split(source, lists, heads, tokens) if heads > 1 else SplitTrace()
+        return split(source, lists, heads, tokens, modes) if heads > 1 else SplitTrace()
     except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
         logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
         return SplitTrace()

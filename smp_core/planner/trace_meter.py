@@ -14,6 +14,9 @@ from torch.utils.flop_counter import flop_registry
 
 from smp_core.planner.model_trace import FORWARD, LEFT, Figures, Instant
 
+_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+"""Products of rows by the matrices of their experts, torch's and Transformers', and how many each operator takes."""
+
 
 class TraceMeter(TorchDispatchMode):
     """Counts what runs inside, by phase, and follows the storages that are made there.
@@ -25,6 +28,7 @@ class TraceMeter(TorchDispatchMode):
     Attributes:
         instants: after each operation, as :class:`smp_core.planner.model_trace.Instants` takes them.
         has_entered: forward has come to the first block.
+        stacks: sizes of parameters with a matrix for each expert, in rising order: layouts differ.
     """
 
     def __init__(self, gradients: set[torch.Size]) -> None:
@@ -35,6 +39,7 @@ class TraceMeter(TorchDispatchMode):
         self.counts: dict[str, float] = {field.name: 0.0 for field in fields(Figures)}
         self.of_early = dict(self.counts)
         self.has_entered = False
+        self.stacks: set[tuple[int, ...]] = set()
         self._sizes: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
         self._live = {False: 0, True: 0}  # of activations, of gradients
@@ -94,13 +99,26 @@ class TraceMeter(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         packet = func.overloadpacket
         name = str(packet).removeprefix("aten.")
-        if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+        if packet.__name__ in _GROUPED:
+            self._count_grouped(_GROUPED[packet.__name__], args[0], args[1], tensors)
+        elif "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
             self._count_attention(name, func, args, kwargs)
         elif packet in flop_registry:
             self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
         elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
             read = [each for each in flat(args) if isinstance(each, torch.Tensor)]
             self._add("moved", sum(each.numel() * each.itemsize for each in [*read, *tensors]))
+
+    def _count_grouped(
+        self, products: int, rows: torch.Tensor, matrices: torch.Tensor, made: list[torch.Tensor]
+    ) -> None:
+        """Count products in which each row meets the matrix of one expert, and the bytes of all experts' matrices,
+        which are read, or made of two lists of rows. Which rows an expert gets makes no difference to the sum."""
+        groups = len(rows) if rows.ndim == matrices.ndim == 3 else 1
+        self._add("experts", products * 2 * groups * rows.shape[-2:].numel() * matrices.shape[-1])
+        stacked = [each for each in (rows, matrices, *made) if each.ndim == 3]
+        self.stacks |= {tuple(sorted(each.shape)) for each in stacked}
+        self._add("weights", sum(each.numel() * each.itemsize for each in stacked))
 
     def _add(self, what: str, amount: float) -> None:
         self.counts[f"{self.phase}_{what}"] += amount

@@ -190,6 +190,8 @@ def test_bad_sizes_are_refused() -> None:
         ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA B200", 2250.0),
         ("NVIDIA L4", 121.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA L40S", 362.1),
         ("AMD Instinct MI300X", 1307.4),
     ],
@@ -198,7 +200,9 @@ def test_peak_of_known_devices(name: str, tflops: float) -> None:
     assert peak_flops(name) == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA A10G", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some new device", ""])
+@pytest.mark.parametrize(
+    "name", ["Tesla T4", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some new device", ""]
+)
 def test_peak_of_other_devices_is_not_guessed(name: str) -> None:
     assert peak_flops(name) is None
     assert device_peak_flops(torch.device("cpu")) is None

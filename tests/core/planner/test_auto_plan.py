@@ -138,8 +138,8 @@ def test_machines_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     found = hardware_of_run(SmpConfig(plan="auto"), cluster, torch.device("cuda", 0))
     assert (found.nodes, found.gbit, found.device.hbm, found.device.memory_gib) == (2, 400, 1555e9, 39.5)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    with pytest.raises(ValueError, match=r"does not know the device 'Tesla V100'.*plan=\{'cluster'"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match=r"does not know the device 'Tesla T4'.*plan=\{'cluster'"):
         hardware_of_run(SmpConfig(plan="auto"), cluster, torch.device("cuda", 0))
 
 

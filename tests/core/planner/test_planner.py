@@ -13,18 +13,21 @@ import torch
 from typer.testing import CliRunner
 
 from smp_core.cli import app
+from smp_core.cluster import Layout
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide, decide_activations
 from smp_core.observe.run_record import _of_plan
 from smp_core.planner import NothingFits, Workload, commands, plan, planner
 from smp_core.planner.calibrate import calibrate
-from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.candidate import Candidate
+from smp_core.planner.explain import table
+from smp_core.planner.fitted import BANDS, FITTED, Fitted, band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import TIE, search
+from smp_core.planner.search import TIE, search, simplest
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory, recomputation
-from smp_core.planner.time import StepModel, exposed_seconds
+from smp_core.planner.time import StepModel, StepTime, exposed_seconds
 from smp_core.planner.trace import trace, trace_model
 from smp_core.run_log import write as run_log
 from tests.core.planner.planner_models import WIDTH
@@ -158,6 +161,43 @@ def test_keeping_spares_what_it_says_it_spares(large: ModelTrace) -> None:
     assert waited["gradients"] / waited["shards"] == pytest.approx(3 / (gather + again + reduced), rel=0.15)
 
 
+def test_an_axis_or_a_wider_group_has_to_save_more_than_the_model_may_be_off(planned: planner.Recommendation) -> None:
+    """Of equal plans with other seconds: within 3.6 % a group of one node wins, beyond it the group of two."""
+
+    def pick(seconds: float) -> tuple[int, int]:
+        ranked = [_with(planned.chosen, 1.0, shard=16), _with(planned.chosen, seconds, shard=8)]
+        return simplest(ranked).spread
+
+    assert pick(1.03) == (0, 1)
+    assert pick(1.05) == (0, 2)
+    assert simplest([_with(planned.chosen, 1.0, 8, tensor=2), _with(planned.chosen, 1.1, 8)]).spread == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gbit", "axis"),
+    [
+        (Layout(shard=8), None, "sharding"),
+        (Layout(shard=8), 400.0, "sharding"),
+        (Layout(shard=8), 50.0, "slow links"),
+        (Layout(context=2), 400.0, "tensor"),
+        (Layout(pipeline=2), 400.0, "pipeline"),
+        (Layout(pipeline=2, tensor=2), 400.0, "tensor"),
+    ],
+)
+def test_a_time_is_as_unsure_as_the_nearest_programs_say(layout: Layout, gbit: float | None, axis: str) -> None:
+    assert band_of(layout, gbit) is BANDS[axis]
+
+
+def _with(candidate: Candidate, seconds: float, shard: int, tensor: int = 1) -> Candidate:
+    """Return a candidate of the same work with these degrees, without stages, and so many seconds of computing."""
+    hardware = Hardware.parse("4x8:a100-80g@400gbps")
+    knobs = SmpConfig(shard_degree=shard, tensor_parallel_degree=tensor)
+    made = decide(candidate.plan.shapes, knobs, hardware.cluster())
+    choice = replace(candidate.choice, asked=knobs, plan=made, names=("shard_degree", "tensor_parallel_degree"))
+    time = StepTime(seconds, *[0.0] * 6)
+    return replace(candidate, choice=choice, time=time, band=band_of(made.layout, 400.0))
+
+
 def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
     large: ModelTrace, planned: planner.Recommendation
 ) -> None:
@@ -174,9 +214,11 @@ def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
             continue
         ranked = found.found.ranked
         assert all(each.memory.total <= each.memory.capacity for each in ranked)
-        fastest = min(each.time.total for each in ranked)
-        assert found.chosen.time.total <= fastest * (1 + TIE)
-        tied = [each for each in ranked if each.time.total <= fastest * (1 + TIE)]
+        fastest = min(ranked, key=lambda each: each.time.total)
+        near = [each for each in ranked if each.time.total <= fastest.time.total * (1 + fastest.band.share)]
+        alike = [each for each in near if each.spread == min(other.spread for other in near)]
+        assert found.chosen in alike
+        tied = [each for each in alike if each.time.total <= min(other.time.total for other in alike) * (1 + TIE)]
         assert found.chosen.complexity == min(each.complexity for each in tied)
         for each in [found.chosen, *found.alternatives]:
             ranks = each.plan.layout.replicate * each.plan.layout.shard
@@ -222,6 +264,11 @@ def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTr
 def test_contradictions_are_refused(large: ModelTrace, fixed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(large, *SETTING, fixed=fixed)
+
+
+def test_a_padded_vocabulary_is_said(tiny: ModelTrace) -> None:
+    found = plan(replace(tiny, unpadded=91), "1x4:h100-80g", Workload(TOKENS, 8), fixed={"tensor": 2})
+    assert f"{WORDS} rows instead of 91" in str(table(found).caption)
 
 
 def test_tensor_degrees_are_planned_with_everything_else(tiny: ModelTrace) -> None:

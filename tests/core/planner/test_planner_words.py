@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.planner_dry_run import CASES
-from smp_core.planner.fitted import FITTED
+from smp_core.planner.devices import DEVICES, MACHINES
+from smp_core.planner.fitted import BANDS, FITTED, MEMORY_BAND
 from smp_core.planner.hardware import Hardware
+from smp_core.planner.known_models import KNOWN_MODELS, known_model
+from smp_core.planner.model_source import build
 from smp_core.planner.trace import trace_model
 from tests.harness import ROOT
 
@@ -19,6 +24,7 @@ from tests.harness import ROOT
     ("words", "said"),
     [
         ("llama-3.1-8c", "did you mean 'llama-3.1-8b'"),
+        ("owner/unheard-of", "hf download owner/unheard-of config.json"),
         ("tests.core.planner.planner_models:nothing", "write package.module:function"),
         ("tests.core.planner.planner_models:without_batch", r"return \(model, batch\)"),
         ("tests.core.planner.planner_models:without_blocks", "nn.ModuleList"),
@@ -30,8 +36,103 @@ def test_a_model_that_cannot_be_traced_says_what_to_write(words: str, said: str)
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architectures": ["WhisperForConditionalGeneration"]}, "WhisperForCausalLM is what would be planned"),
+        ({}, "is_encoder_decoder"),
+    ],
+)
+def test_an_encoder_and_decoder_is_not_planned_as_its_decoder(fields: dict[str, Any], said: str) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 2, "vocab_size": 96}
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    with pytest.raises(ValueError, match=said):
+        build("whisper", 16, {"model_type": "whisper", **sizes, **special, **fields})
+
+
+def test_the_class_that_a_configuration_names_is_the_one_that_is_planned() -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96}
+    assert build("gpt2", 16, {**sizes, "architectures": ["GPT2LMHeadModel"]}).splits
+    with pytest.raises(ValueError, match="GPT2ForSequenceClassification"):
+        build("gpt2", 16, {**sizes, "architectures": ["GPT2ForSequenceClassification"]})
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b"),
+    ],
+)
+def test_names_of_the_hub_are_those_of_known_shapes(words: str, name: str) -> None:
+    assert known_model(words) is KNOWN_MODELS[name]
+
+
+def test_other_versions_are_not_taken_for_known_ones() -> None:
+    """Mistral 7B v0.3 has another vocabulary."""
+    assert known_model("mistralai/Mistral-7B-v0.3") is None
+
+
+def test_a_configuration_in_the_hub_s_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hf download owner/tiny config.json` leaves it; it wins over a known name."""
+    revision = "0" * 40
+    for owner in ("owner/tiny", "owner/gpt2"):
+        folder = tmp_path / f"models--{owner.replace('/', '--')}"
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(revision)
+        sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96}
+        (folder / "snapshots" / revision / "config.json").write_text(json.dumps(sizes))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        assert build(owner, 16).model.get_input_embeddings().weight.shape == (96, 16)
+
+
+# In billions, by the models' cards: total parameters of each family's smallest, and of all mixtures.
+PARAMETERS = {
+    "llama-3.2-1b": 1.24,
+    "qwen2.5-0.5b": 0.49,
+    "qwen3-0.6b": 0.6,
+    "gemma-2-2b": 2.61,
+    "phi-3-mini": 3.8,
+    "smollm2-1.7b": 1.71,
+    "olmo-2-7b": 7.3,
+    "mistral-small-24b": 23.6,
+    "mixtral-8x7b": 46.7,
+    "gpt-oss-20b": 20.9,
+    "qwen3-30b-a3b": 30.5,
+    "deepseek-v2-lite": 15.7,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_known_models_have_the_parameters_of_their_cards(name: str) -> None:
+    with FakeTensorMode():
+        model = build(name, 128).model
+    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_machines_are_of_known_devices_with_peaks() -> None:
+    for name, machine in MACHINES.items():
+        assert Hardware.parse(f"2x{name}").device == DEVICES[machine.device]
+    assert all(1e13 < device.flops < 1e16 and device.source for device in DEVICES.values())
+    assert Hardware.parse("1x8:h100").device is DEVICES["h100-80g"]
+    assert Hardware.parse("8xg5").device.flops == 70e12  # an A10G, not an A10
+
+
+def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_padded() -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+    odd, even = (build("gpt2", 16, {**sizes, "vocab_size": words}) for words in (97, 96))
+    assert (len(odd.model.get_input_embeddings().weight), odd.unpadded) == (128, 97)
+    assert (len(even.model.get_input_embeddings().weight), even.unpadded) == (96, 0)
+
+
+@pytest.mark.parametrize(
     ("cluster", "said"),
     [
+        ("1x8:dgx-spark", "Describe another one"),
         ("4x8:a100-40q@400gbps", "did you mean 'a100-40g'"),
         ("4x8:h200", "how fast are the nodes connected"),
         ("4x8:h200@fast", "Gbit/s of a node"),
@@ -66,6 +167,10 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         assert own == {"A100": round(foundry[f"{kind}_A100"], 3), "": round(foundry[f"{kind}_H100"], 3)}
     assert (FITTED.link, FITTED.exposed) == (round(foundry["link"], 3), round(foundry["exposed"], 3))
     assert FITTED.network == round(kempner["network"], 3)
+    for axis, name in (("sharding", "llm_foundry"), ("pipeline", "vtrain"), ("tensor", "kempner")):
+        assert BANDS[axis].share == round(result[name]["held_out_mape"], 3)
+    assert BANDS["slow links"].share == round(result["fms_fsdp"]["mape"], 3)
+    assert MEMORY_BAND.share == round(result["kempner_memory"]["mape"], 3)
     text = Path(ROOT, "docs", "planning.md").read_text(encoding="utf-8")
     for name in ("llm_foundry", "kempner", "vtrain"):
         judged, rows = result[name]["held_out_by_size"], result[name]["rows"]
@@ -73,6 +178,8 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         assert sum(errors) / len(errors) == pytest.approx(result[name]["held_out_mape"])
         worst = max(judged, key=lambda size: judged[size]["mape"])
         assert f"| {len(rows)} | {result[name]['held_out_mape']:.1%} | {judged[worst]['mape']:.1%} ({worst}) |" in text
+    ibm = result["fms_fsdp"]
+    assert f"| {len(ibm['rows'])} | {ibm['mape']:.1%} | | {ibm['worst']:+.0%} |" in text
     assert f"| {result['lab_by_scaling_model']['mape']:.1%} |" in text
     lab = json.loads(Path(ROOT, "benchmarks", "results", "planner_lab.json").read_text(encoding="utf-8"))
     assert all(f"{lab['mape'][file]:.1%}" in text for file in ("cluster", "cluster-tensor"))

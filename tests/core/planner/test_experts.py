@@ -1,0 +1,129 @@
+"""Mixtures of experts in a plan: what their products compute, what they hold, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smp_core.planner import Workload, plan
+from smp_core.planner.devices import DEVICES
+from smp_core.planner.explain import as_dict, table
+from smp_core.planner.fitted import FITTED
+from smp_core.planner.model_source import build
+from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.time import computing_seconds
+from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
+
+TOKENS, EXPERTS = 64, 8
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+SIZES = {"moe_intermediate_size": 32}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8},
+    "phimoe": {"num_local_experts": 8},
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 16},
+    "granitemoe": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8, "num_key_value_heads": 4},
+    "flex_olmo": {"num_experts": 8, "num_key_value_heads": 4},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 32, **SIZES},
+    "qwen3_moe": {"num_experts": 8, "head_dim": 16, **SIZES},
+    "deepseek_v2": {**SHARED, **SIZES, **LATENT, "topk_method": "greedy", "num_key_value_heads": 4},
+    "deepseek_v3": {**SHARED, **SIZES, **LATENT, "num_key_value_heads": 4},
+    "glm4_moe": {**SHARED, **SIZES, "head_dim": 16},
+    "dots1": {**SHARED, **SIZES, "head_dim": 16},
+}
+
+
+def fields_of(kind: str) -> dict[str, Any]:
+    return {"model_type": kind, **COMMON, **MIXTURES[kind]}
+
+
+def flops_of_arithmetic(kind: str) -> float:
+    """FLOPs of a sequence: 6 for each parameter that a token meets, of experts those of its own; and attention, scores
+    and values of all pairs of tokens."""
+    fields = {**COMMON, **MIXTURES[kind]}
+    with FakeTensorMode():
+        model = build(kind, TOKENS, fields_of(kind)).model
+    met = 0.0
+    for name, parameter in model.named_parameters():
+        is_experts = "experts" in name and "shared" not in name
+        share = fields["num_experts_per_tok"] / EXPERTS if is_experts else 1.0
+        met += 0.0 if "embed_tokens" in name else share * parameter.numel()
+    width = fields["num_attention_heads"] * 16  # of all heads, for keys as for values
+    return 6 * met * TOKENS + 12 * fields["num_hidden_layers"] * TOKENS**2 * width
+
+
+@pytest.fixture(autouse=True)
+def in_bfloat16() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_step_of_a_mixture_computes_what_the_parameters_take_that_a_token_meets(kind: str) -> None:
+    """2 %: norms and biases are parameters and no products."""
+    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept():
+        source = build(kind, TOKENS, fields_of(kind))
+        found = measured(source, ["model.layers"], "none", 1, TOKENS).finish()
+    experts = found.forward_experts + found.backward_experts
+    products = found.forward_products + found.backward_products
+    assert experts > 0
+    assert products + experts + 3 * found.full_attention == pytest.approx(flops_of_arithmetic(kind), rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss() -> ModelTrace:
+    return trace_model("gpt_oss", TOKENS, fields_of("gpt_oss"))
+
+
+def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss: ModelTrace) -> None:
+    """Of three blocks of 8 experts with three matrices of 64 x 96, two experts for a token."""
+    matrices = 3 * EXPERTS * 3 * 64 * 96
+    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8), fixed={"shard": 4})
+    experts = as_dict(found)["chosen"]["experts"]
+    assert experts["parameters"] == matrices
+    assert experts["active_parameters"] == gpt_oss.parameters - matrices * (1 - 2 / EXPERTS)
+    assert experts["gathered_bytes"] == 2 * matrices / 3
+    # Gathered forward and backward in bfloat16, and reduced in float32, by a ring of four; the root is gathered once.
+    assert experts["sent_bytes"] == pytest.approx(matrices * (2 + 2 + 4) * 3 / 4, rel=0.02)
+    assert experts["state_bytes"] == pytest.approx(matrices * 16 / 4, rel=0.02)
+    assert "expert parallelism is not built" in str(table(found).caption)
+
+
+def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
+    """GPT-OSS adds biases of experts into the products' outputs, which selective recomputation keeps."""
+    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8))
+    modes = {each.plan.knobs.activations.checkpoint for each in found.found.ranked}
+    assert modes == {"none", "full"}
+    assert "does not train with it" in found.why_not(activations="selective")
+
+
+def test_blocks_are_those_of_the_most_common_kind() -> None:
+    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)])
+    _keep_commonest(blocks)
+    assert [block.weight.shape for block in blocks] == [(3, 2), (3, 2)]
+
+
+def test_products_of_few_tokens_take_the_reading_of_all_experts() -> None:
+    """A matrix of 1 GiB for one row: not by its FLOPs, but by the memory's bandwidth."""
+    device = DEVICES["h100-80g"]
+    figures = Figures(forward_experts=2**30, forward_weights=2**30)
+    seconds = computing_seconds(figures, "forward", 1, device)
+    assert seconds == pytest.approx(2**30 / (device.hbm * FITTED.moving))
