@@ -1,0 +1,158 @@
+"""Activations: moments of what goes into each module and comes out of it in the first step.
+
+A layout cuts activations along samples, tokens or features, or holds them several times. Sums of all elements over all
+ranks are the same however they are cut, and a multiple where they are held several times; so these are compared:
+the sum, the sum of magnitudes and the sum of squares, each accumulated in float64. What they cannot see is elements
+that changed places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from smp_core.torch_facts import clean_name
+
+
+@dataclass
+class Moments:
+    """Sums over the elements of one tensor on one rank, or on all.
+
+    Attributes:
+        place: "into NAME" or "out of NAME", with the number of the tensor and of the module's call.
+        dims: dims of the tensor.
+        samples: its first dim.
+    """
+
+    place: tuple[str, str, int, int]
+    elements: int
+    dims: int
+    total: float
+    magnitude: float
+    squares: float
+
+    @property
+    def name(self) -> str:
+        return self.place[1]
+
+    @property
+    def goes_in(self) -> bool:
+        return self.place[0] == "into"
+
+
+class Activations:
+    """A recorder of moments, by hooks on all modules of a model.
+
+    Attributes:
+        events: in the order in which they came.
+        draws: modules in whose own forward random numbers were drawn, children aside.
+        is_open: whether calls count; closed during backward, where forwards are repeated.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[Moments] = []
+        self.draws: list[str] = []
+        self.is_open = True
+        self._calls: Counter[str] = Counter()
+        self._stack: list[tuple[str, int, torch.Tensor]] = []
+        self._drew: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            own = clean_name(name)
+            if name.endswith(("_orig_mod", "_checkpoint_wrapped_module")):
+                continue  # the wrapper has the same name
+            self._hooks.append(module.register_forward_pre_hook(self._before(own), with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._behind(own), always_call=False))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if not self._counts(module):
+                return
+            call = self._calls[name]
+            self._calls[name] += 1
+            self._note("into", name, call, [*args, *kwargs.values()])
+            self._stack.append((name, call, torch.get_rng_state()))
+
+        return before
+
+    def _behind(self, name: str) -> Any:
+        def behind(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._counts(module) or not self._stack or self._stack[-1][0] != name:
+                return
+            _, call, random = self._stack.pop()
+            if not torch.equal(random, torch.get_rng_state()):
+                if not any(child.startswith(f"{name}." if name else "") for child in self._drew):
+                    self.draws.append(name)
+                self._drew.add(name)
+            self._note("out of", name, call, output)
+
+        return behind
+
+    def _counts(self, module: nn.Module) -> bool:
+        return self.is_open and module.training and torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def _note(self, side: str, name: str, call: int, values: Any) -> None:
+        for number, tensor in enumerate(_floating(values)):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            value = local.detach().double()
+            sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()]).tolist()
+            self.events.append(Moments((side, name, call, number), value.numel(), value.ndim, *sums))
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values] if values.is_floating_point() and values.device.type != "meta" else []
+    if isinstance(values, Mapping):
+        return [tensor for value in values.values() for tensor in _floating(value)]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _floating(value)]
+    return []
+
+
+def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[tuple[str, str, int, int], Moments]:
+    """Return the moments of all ranks together, by place."""
+    found: dict[tuple[str, str, int, int], Moments] = {}
+    for event in (event for rank in events for event in rank):
+        if event.place not in found:
+            found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0)
+        together = found[event.place]
+        together.elements += event.elements
+        together.total += event.total
+        together.magnitude += event.magnitude
+        together.squares += event.squares
+    return found
+
+
+def difference(here: Moments, there: Moments) -> float | None:
+    """Return how far the moments of a layout are from those of one process, relative to their size.
+
+    Returns:
+        None where the layout's elements are no whole multiple of one process's: these cannot be compared.
+    """
+    if there.elements == 0 or here.elements % there.elements:
+        return None
+    copies = here.elements // there.elements
+    size = max(there.magnitude, 1e-300)
+    found = [abs(here.total / copies - there.total) / size, abs(here.magnitude / copies - there.magnitude) / size]
+    if there.dims > 0:  # the mean of ranks' means is a mean; of their squares it is not
+        found.append(abs(here.squares / copies - there.squares) / max(there.squares, 1e-300))
+    else:
+        found = found[:1]
+    if any(value != value for value in found):
+        both = here.total != here.total and there.total != there.total
+        return 0.0 if both else float("inf")
+    return max(found)

@@ -1,0 +1,50 @@
+"""Tolerances: how far a layout may be from one process, by the dtype that it computes in.
+
+Layouts add the same numbers up in another order. In float64 that changes the last of 16 digits, so that a difference
+is a defect. In float32 it changes the seventh, and optimizers that divide by a gradient's own size (Adam) make a change
+of a whole update of what rounding left of a gradient near zero; in half precision it changes the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Limits of relative differences.
+
+    Attributes:
+        dtype: in words.
+        activations: of sums over a module's inputs and outputs in the first step, of their magnitudes' sum.
+        loss: of each step's loss, of its value.
+        gradients: of gradient norms, and of each parameter's gradient, of its norm.
+        weights: of each parameter at the end, of the norm of what training changed in it.
+        floor: of a parameter's gradient, of the root mean square of all: below it is rounding, and not compared.
+    """
+
+    dtype: str
+    activations: float
+    loss: float
+    gradients: float
+    weights: float
+    floor: float
+
+
+_FLOAT64 = Tolerance("float64", 1e-9, 1e-9, 1e-7, 1e-5, 1e-9)
+_FLOAT32 = Tolerance("float32", 1e-4, 1e-4, 2e-3, 5e-2, 1e-4)
+_HALF = Tolerance("half precision", 3e-2, 2e-2, 1e-1, 5e-1, 1e-2)
+
+
+def tolerance_of(facts: Mapping[str, Any], float64: bool) -> Tolerance:
+    """Return the limits for what a run computes in.
+
+    Args:
+        facts: of a record: dtypes, precision, and the knobs that send or multiply fewer bits.
+    """
+    names = [str(facts.get("precision", "")), *facts.get("dtypes", [])]
+    if facts.get("lossy") or any("16" in name for name in names):
+        return _HALF
+    return _FLOAT64 if float64 else _FLOAT32
