@@ -28,6 +28,7 @@ from lightning_smp.from_folder import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
+from lightning_smp.verification import verify
 from smp_core.config import Fp8Recipe
 from smp_core.watch import JoinedLoader
 
@@ -54,4 +55,5 @@ __all__ = [
     "SmpCheckpoint",
     "SmpMonitor",
     "SmpShardedStrategy",
+    "verify",
 ]

@@ -137,10 +137,8 @@ class RecordingCallback(Callback):
         facts["batches of an epoch"] = trainer.num_training_batches
         facts["data_size"] = recorder.record.data_size
         facts["precision"] = str(trainer.precision)
-        facts["micro-batches"] = trainer.accumulate_grad_batches
         if parallel is None:
-            facts_of_ranks = read_record(recorder.request.batches).facts
-            wanted = recorder.request.steps * facts_of_ranks["data_size"] * facts_of_ranks["micro-batches"]
+            wanted = recorder.batches_of_ranks()
             recorder.record.natural = _natural_samples(trainer.train_dataloader, wanted)
         if recorder.request.one_by_one and not pl_module.automatic_optimization:
             refuse("manual optimization steps by itself, and cannot take the ranks' batches one after another")

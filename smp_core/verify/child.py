@@ -26,21 +26,30 @@ from smp_core.verify.request import Request, requested
 
 SEED = 20220430
 """The seed of torch, numpy and Python where the script sets none."""
-# Importing the first is followed by importing the second, which puts a recorder in place. The faces stand above this
-# module and are named, not imported.
-FACES = {"lightning": "lightning_smp.verification", "accelerate": "accelerate_smp.verification"}
+FACES = {
+    "lightning": ("lightning_smp.verification", "install"),
+    "accelerate": ("accelerate_smp.verification", "install"),
+    "accelerate_smp.trainer": ("accelerate_smp.verification", "install_trainer"),
+}
+"""Module that is imported -> module and function that put a recorder in place then. The faces stand above this module
+and are named, not imported."""
+
+
+def _install(name: str) -> None:
+    module, function = FACES[name]
+    getattr(importlib.import_module(module), function)()
 
 
 class _FacesAfterFrameworks(importlib.abc.MetaPathFinder):
     """A finder that lets others find a framework, and puts the face's recorder in place after it was imported."""
 
     def __init__(self) -> None:
-        self._waiting = dict(FACES)
+        self._waiting = {name for name in FACES if name not in sys.modules}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._waiting:
             return None
-        face = self._waiting.pop(fullname)
+        self._waiting.remove(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -48,7 +57,7 @@ class _FacesAfterFrameworks(importlib.abc.MetaPathFinder):
 
         def execute_and_record(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module(face).install()
+            _install(fullname)
 
         spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
         return spec
@@ -64,9 +73,9 @@ def prepare() -> None:
         importlib.import_module("numpy").random.seed(SEED)
     if request.float64:
         torch.set_default_dtype(torch.float64)
-    for framework, face in FACES.items():
-        if framework in sys.modules:
-            importlib.import_module(face).install()
+    for name in FACES:
+        if name in sys.modules:
+            _install(name)
     sys.meta_path.insert(0, _FacesAfterFrameworks())
 
 
@@ -93,7 +102,7 @@ def train(command: Sequence[str]) -> None:
 
 
 def _ended_early(request: Request) -> str:
-    if not any(name in sys.modules for name in FACES):
+    if not {"lightning", "accelerate"} & sys.modules.keys():
         return (
             "the script imported neither lightning nor accelerate; verify looks at trainings under Trainer(strategy="
             '"smp_sharded"), SmpAccelerator or SmpTrainer'

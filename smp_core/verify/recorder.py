@@ -110,6 +110,11 @@ class Recorder:
 
     # The model
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model is known."""
+        return self._model is not None
+
     def begin(self, model: nn.Module, parallel: ParallelModel | None) -> None:
         """Begin with a model before its first step. Collective.
 
@@ -174,6 +179,15 @@ class Recorder:
     def reads(self, batch: Any) -> None:
         """Note the samples of a batch that is trained on."""
         self._samples += sample_hashes(batch)
+
+    def batches_of_ranks(self, loader: str = "train") -> int:
+        """Return how many batches the ranks have read together, in one process."""
+        readers = len(list(Path(self.request.batches).glob("batches*.pt")))
+        return len(self._given_batches(loader)) * (1 if self.request.one_by_one else readers)
+
+    def note_sample(self, hash_: str) -> None:
+        """Note a sample that is trained on, by its hash."""
+        self._samples.append(hash_)
 
     def _given_batches(self, loader: str) -> list[Any]:
         if self._given is None:

@@ -30,6 +30,7 @@ _GRACE = 10.0
 _IMPORTS = {
     "lightning": re.compile(rb"^\s*(import|from)\s+lightning", re.MULTILINE),
     "accelerate": re.compile(rb"^\s*(import|from)\s+(accelerate|transformers|trl)", re.MULTILINE),
+    "accelerate_smp.trainer": re.compile(rb"^\s*(import|from)\s+(transformers|trl)", re.MULTILINE),
 }
 
 

@@ -1,6 +1,6 @@
 """A process that has imported what trainings import, and forks one child for each process of a run.
 
-    python -m smp_core.verify.server FRAMEWORK ...
+    python -m smp_core.verify.server MODULE ...
 
 Importing torch and a trainer takes longer than a few steps of a small model. The server does it once and starts no
 threads. It reads one JSON line for each order and answers with one: {"start": {...}} gives the child's process id,
@@ -21,9 +21,10 @@ from smp_core.verify.child import FACES, prepare, train
 
 
 def main() -> None:
-    """Import the frameworks of the command line, and serve until the input ends."""
-    for framework in sys.argv[1:]:
-        importlib.import_module(FACES[framework])
+    """Import what the command line names, and serve until the input ends."""
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+        importlib.import_module(FACES[name][0])
     orders, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports and children print is no answer
     ended: dict[int, int] = {}
