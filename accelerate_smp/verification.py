@@ -30,9 +30,22 @@ from accelerate_smp.run import replace_accelerator, replace_trainer
 from accelerate_smp.schedules import SmpScheduler
 from smp_core.context_parallel import enabled, part_of_mean
 from smp_core.torch_facts import after_each_step
-from smp_core.verify import Recorder, Report, Request, requested, sample_hashes, tell_degrees, verify_call
-from smp_core.verify.verify import read_record
+from smp_core.verify import (
+    Recorder,
+    Report,
+    Request,
+    read_record,
+    refuse,
+    requested,
+    sample_hashes,
+    tell_degrees,
+    verify_call,
+)
 
+_UNPREPARED = (
+    "the loop trains on batches of a loader that was not prepared, which every rank reads alike; write loader = "
+    "accelerator.prepare(loader), or prepare_data_loader(loader)"
+)
 # What Trainer logs about itself.
 _OF_THE_RUN = ("runtime", "per_second", "flos", "epoch", "step", "memory")
 
@@ -144,6 +157,8 @@ class _Recording:
 
     def _backward(self, original: Any, accelerator: SmpAccelerator, loss: torch.Tensor, **kwargs: Any) -> None:
         if self._training_loader is None:
+            if not self._latest[0]:
+                refuse(_UNPREPARED)
             self._training_loader = self._latest[0]
         with enabled(accelerator._present):
             value = part_of_mean(loss.detach()) * accelerator.batch_weight
@@ -158,6 +173,10 @@ class _Recording:
         elif self.request.one_by_one:
             return torch.zeros(())
         return original(accelerator, *args, **kwargs)
+
+    def _accumulate(self, original: Any, accelerator: SmpAccelerator, *models: Any) -> Any:
+        self.recorder.record.facts["accumulates"] = True
+        return original(accelerator, *models)
 
     def _log(
         self, original: Any, accelerator: SmpAccelerator, values: Mapping[str, Any], *args: Any, **kw: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,6 +123,12 @@ def _floating(values: Any) -> list[torch.Tensor]:
     return []
 
 
+def in_fewer_calls(events: Sequence[Moments], calls: int) -> list[Moments]:
+    """Return events in which so many calls of a module, one after another, count as one."""
+    placed = [(event, event.place) for event in events]
+    return [replace(event, place=(side, name, call // calls, tensor)) for event, (side, name, call, tensor) in placed]
+
+
 def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[tuple[str, str, int, int], Moments]:
     """Return the moments of all ranks together, by place."""
     found: dict[tuple[str, str, int, int], Moments] = {}
@@ -146,13 +152,18 @@ def difference(here: Moments, there: Moments) -> float | None:
     if there.elements == 0 or here.elements % there.elements:
         return None
     copies = here.elements // there.elements
-    size = max(there.magnitude, 1e-300)
-    found = [abs(here.total / copies - there.total) / size, abs(here.magnitude / copies - there.magnitude) / size]
-    if there.dims > 0:  # the mean of ranks' means is a mean; of their squares it is not
-        found.append(abs(here.squares / copies - there.squares) / max(there.squares, 1e-300))
-    else:
-        found = found[:1]
-    if any(value != value for value in found):
-        both = here.total != here.total and there.total != there.total
-        return 0.0 if both else float("inf")
-    return max(found)
+    if there.dims == 0:
+        # A mean over a rank's samples, of which one process has the mean; or its part of a sum over all of them.
+        return min(_off(here.total / copies, there.total), _off(here.total, there.total))
+    return max(
+        _off(here.total / copies, there.total, there.magnitude),
+        _off(here.magnitude / copies, there.magnitude),
+        _off(here.squares / copies, there.squares),
+    )
+
+
+def _off(ours: float, theirs: float, size: float | None = None) -> float:
+    """Return the difference of two numbers relative to a size, by default that of the second; nan equals nan."""
+    if ours != ours or theirs != theirs:
+        return 0.0 if ours != ours and theirs != theirs else float("inf")
+    return abs(ours - theirs) / max(abs(theirs) if size is None else size, 1e-300)

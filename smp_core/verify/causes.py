@@ -16,6 +16,7 @@ def likely_causes(found: Comparison, ranks: Sequence[Record], alone: Record) -> 
     if found.part is None:
         return []
     by_kind = {
+        "run": lambda *_: iter(()),
         "samples": _of_samples,
         "start": _of_start,
         "activations": _of_activations,
@@ -145,20 +146,20 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
             f"frozen part or lost hook: {', '.join(lost[:3])} get no gradient at this layout (frozen after it was "
             "sharded, a hook on a parameter that was replaced, a detach that depends on the rank)"
         )
-    elif common is not None and not _near(common, 1.0):
+        return
+    few = len(parted) < len(off)
+    if few:
         yield (
-            f"wrong divisor: {which} are {common:.4g} times those of one process (a sum where a mean is meant, a "
-            "loss multiplied by ranks, micro-batches counted twice)"
+            f"lost hook: {which} are changed in one of the two only (a hook on a parameter that was replaced when it "
+            "was sharded, a second use of the parameter outside of the model's forward, a detach by rank)"
         )
-        if len(parted) < len(off):
-            yield f"lost hook: a hook that scales gradients of {parted[0]} runs in one of the two only"
-    else:
-        if len(parted) < len(off):
-            yield (
-                f"lost hook: {which} are changed in one of the two only (a hook on a parameter that was replaced when "
-                "it was sharded; a second use of the parameter outside of the model's forward)"
-            )
-        yield _MISSING_SYNC if len(parted) == len(off) else f"backward of {parted[0].rpartition('.')[0]} differs"
+    if common is not None and not _near(common, 1.0):
+        yield (
+            f"wrong divisor: {which} are {common:.4g} times those of one process (a sum where a mean is meant, a loss "
+            "multiplied by ranks, micro-batches counted twice)"
+        )
+    elif not few:
+        yield _MISSING_SYNC
 
 
 def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
@@ -176,10 +177,13 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"frozen part: {', '.join(moved[:3])} stand still on one process and are trained at this layout "
             "(unfrozen, or given to the optimizer, where there are several ranks)"
         )
-    if any("16" in dtype for dtype in (*first.facts.get("dtypes", []), *alone.facts.get("dtypes", []))):
+    half = [dtype for dtype in (*first.facts.get("dtypes", []), *alone.facts.get("dtypes", [])) if "16" in dtype]
+    rounded = [name for name, value in first.end.items() if _is_rounded(value) and not _is_rounded(alone.end[name])]
+    if half or rounded:
+        which = f"weights at this layout ({', '.join(rounded[:2])}) are values of bfloat16" if rounded else half[0]
         yield (
-            "half-precision masters: the optimizer steps weights in half precision in one of the two, where small "
-            "updates are rounded away; see master_dtype"
+            f"half-precision masters: {which}; a step in half precision rounds small updates away where one process "
+            "keeps them, or the other way round; see master_dtype"
         )
     factors = {name: _factor(here[name], there[name]) for name in here if norm(there[name]) > 0.0}
     common = _common(list(factors.values()))
@@ -188,7 +192,7 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"learning rate: all updates are {common:.4g} times those of one process (a rate scaled by the number of "
             "ranks, a schedule that is stepped more often)"
         )
-    elif not still and not moved:
+    elif not still and not moved and not rounded:
         yield "the optimizer's step: it looks at a part of a tensor, or its options depend on the number of ranks"
 
 
@@ -218,6 +222,11 @@ def _of_metrics(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"a metric of one rank: {part.where} is not reduced over the ranks (sync_dist=True, gather_for_metrics), "
             "or is a mean of means over unequal batches"
         )
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a finer dtype holds values of bfloat16."""
+    return tensor.is_floating_point() and tensor.numel() > 8 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
 
 
 def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from smp_core.verify.activations import Moments, difference, over_ranks
+from smp_core.verify.activations import Moments, difference, in_fewer_calls, over_ranks
 from smp_core.verify.recorder import Record
 from smp_core.verify.tolerance import Tolerance
 
@@ -39,7 +39,8 @@ class Part:
 
     Attributes:
         step: from 1; 0: before training.
-        what: "samples", "start", "activations", "loss", "gradients", "weights", "replicas", "buffers" or "metrics".
+        what: "run" (it failed), "samples", "start", "activations", "loss", "gradients", "weights", "replicas",
+            "buffers" or "metrics".
         where: the module or parameter; "" where it is none.
         words: a sentence.
     """
@@ -76,19 +77,26 @@ class Comparison:
         return self.part is None
 
     def note(self, row: Row, part: Part | None = None) -> None:
-        """Add a row, and where it disagrees the place, unless an earlier one is known."""
+        """Add a row, and where it disagrees the place, unless one of an earlier step, or before in this, is known."""
         self.rows.append(row)
-        if row.agrees is False and self.part is None:
-            self.part = part or Part(0, row.what, "", row.found)
+        if row.agrees is False:
+            place = part or Part(0, row.what, "", row.found)
+            if self.part is None or place.step < self.part.step:
+                self.part = place
 
 
-def compare(words: str, ranks: Sequence[Record], alone: Record, tolerance: Tolerance) -> Comparison:
+def compare(
+    words: str, ranks: Sequence[Record], alone: Record, tolerance: Tolerance, one_by_one: bool = False
+) -> Comparison:
     """Compare a layout with one process.
 
     Args:
         ranks: the records of all ranks, in order.
         alone: that of the one process, which trained on the batches of these ranks.
+        one_by_one: whether it took them one after another, so that it called each module more often.
     """
+    if one_by_one:
+        alone = replace(alone, events=[*over_ranks([in_fewer_calls(alone.events, ranks[0].data_size)]).values()])
     found = Comparison(words, tolerance)
     first = ranks[0]
     found.missing += sorted({each for record in ranks for each in record.missing})
@@ -229,7 +237,13 @@ def losses_of(records: Sequence[Record]) -> list[float]:
 
 def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
     ours, theirs = losses_of(ranks), losses_of([alone])
-    _compare_by_step(found, "loss", ours, theirs, found.tolerance.loss)
+    _compare_by_step(found, "loss", ours, theirs, _limit_of_loss(found, alone))
+
+
+def _limit_of_loss(found: Comparison, alone: Record) -> float:
+    """Return the limit; a model may compute its loss in float32 whatever its weights are, as Transformers' do."""
+    in_float32 = alone.facts.get("loss dtype") == "float32"
+    return max(found.tolerance.loss, 1e-6) if in_float32 else found.tolerance.loss
 
 
 def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
@@ -389,7 +403,7 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
         off[name] = 0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30)
     if not off:
         return
-    limit = max(found.tolerance.loss * (1 + len(alone.norms)), 1e-12)
+    limit = _limit_of_loss(found, alone) * (1 + len(alone.norms))
     worst = _worst(off)
     many = [name for name, value in off.items() if value > limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from smp_core.topology import RANKS_PER_NODE_VARIABLE
 from smp_core.verify.recorder import REFUSED
@@ -43,15 +43,23 @@ class Runs:
 
     Args:
         command: the script with its arguments, or ``--call FILE``.
+        folder: that the server's own output is written into.
         limit: seconds that a run may take.
     """
 
-    def __init__(self, command: Sequence[str], limit: float) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, limit: float) -> None:
         self.command, self.limit = list(command), limit
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", SERVER, *_frameworks(command)],
+        frameworks = _frameworks(command)
+        self._log = folder / "server.txt"
+        with self._log.open("wb") as log:
+            self._server = self._start(frameworks, log)
+
+    def _start(self, frameworks: Sequence[str], log: IO[bytes]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", SERVER, *frameworks],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=log,
             env={**_inherited(), "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},
             text=True,
         )
@@ -61,7 +69,8 @@ class Runs:
 
     def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._server.stdin.close()
         self._server.stdout.close()
         self._server.wait()
 
@@ -119,11 +128,13 @@ class Runs:
 
     def _order(self, order: Mapping[str, Any]) -> Any:
         assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._server.stdin.write(json.dumps(order) + "\n")
+            self._server.stdin.flush()
         answer = self._server.stdout.readline()
         if not answer:
-            raise RunFailed("the process that starts trainings ended; what it wrote is above")
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise RunFailed("the process that starts trainings ended:\n" + "\n".join(lines[-_TAIL:]))
         return json.loads(answer)
 
 

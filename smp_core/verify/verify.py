@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from smp_core.verify.causes import facts_in_words, likely_causes
-from smp_core.verify.compare import Comparison, compare
+from smp_core.verify.compare import Comparison, Part, Row, compare
 from smp_core.verify.layouts import Trial, read_layout, shrunk
 from smp_core.verify.recorder import NOT_JOINABLE, Record
 from smp_core.verify.report import Report
@@ -73,10 +73,15 @@ class Verification:
         """Run one layout and one process, and compare them."""
         asked = self._request("ranks", ranks=trial.ranks, knobs=dict(trial.knobs))
         self.say(trial.words)
-        self.runs.run(asked, trial.ranks_per_node)
+        try:
+            self.runs.run(asked, trial.ranks_per_node)
+        except RunFailed as error:
+            found = Comparison(trial.words, tolerance_of({}, self.float64), reference="not run")
+            found.note(Row("run", "it did not come to its steps", agrees=False), Part(0, "run", "", str(error)))
+            return found
         ranks = [read_record(asked.folder, rank) for rank in range(trial.ranks)]
         alone, how = self._one_process(asked, ranks)
-        found = compare(trial.words, ranks, alone, self._tolerance(ranks[0], alone))
+        found = compare(trial.words, ranks, alone, self._tolerance(ranks[0], alone), how == _ONE_BY_ONE)
         found.reference = how
         found.causes = likely_causes(found, ranks, alone)
         if self._may_be_the_joining(found, ranks, how):
@@ -116,7 +121,7 @@ class Verification:
             alone = self._train_alone(asked, one_by_one=True)
         except RunFailed:
             return
-        again = compare(found.words, ranks, alone, found.tolerance)
+        again = compare(found.words, ranks, alone, found.tolerance, one_by_one=True)
         if again.agrees or (again.part is not None and again.part.what == "buffers"):
             found.causes.insert(
                 0,
@@ -175,11 +180,11 @@ def verify_command(
     if devices and not torch.cuda.is_available():
         raise ValueError("--devices: this machine has none that torch can use; leave it out to verify on CPU ranks")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="smp-verify-") as folder, Runs(command, limit) as runs:
-        verification = Verification(runs, Path(folder), steps, float64, keep_dropout, not devices, say)
+    with tempfile.TemporaryDirectory(prefix="smp-verify-") as name, Runs(command, Path(name), limit) as runs:
+        verification = Verification(runs, Path(name), steps, float64, keep_dropout, not devices, say)
         trials = verification.layouts(layouts, ranks)
         comparisons = [verification.compare(trial) for trial in trials]
-        notes = facts_in_words(next(iter(verification.alone.values())).facts)
+        notes = [note for record in [*verification.alone.values()][:1] for note in facts_in_words(record.facts)]
     notes.append(f"{steps} steps; samples, activations and gradients of every parameter in step 1, weights at the end")
     return Report(comparisons, notes, time.monotonic() - began)
 
