@@ -67,6 +67,7 @@ class _Recording:
 
     Attributes:
         ranks_facts: in one process: what the ranks noted about their run.
+        is_trainer: whether a Trainer trains, and not a loop.
         micro_batches: of a Trainer, which divides losses by their number; 1 for a loop.
     """
 
@@ -76,7 +77,7 @@ class _Recording:
         self.request, self.recorder = request, Recorder(request)
         self.alone = request.role == "one process"
         self.ranks_facts: dict[str, Any] = read_record(request.batches).facts if self.alone else {}
-        self.micro_batches = 1
+        self.is_trainer, self.micro_batches = False, 1
         self._model: nn.Module | None = None
         self._loaders = 0
         self._latest: tuple[str, list[str]] = ("", [])
@@ -122,7 +123,7 @@ class _Recording:
         original(accelerator, *args, **kwargs)
         if self.request.role == "look":
             tell_degrees(self.request, accelerator.smp_config, 0)
-        if self.request.one_by_one:
+        if self.request.one_by_one and not self.is_trainer:
             accelerator.gradient_accumulation_steps *= self.readers
 
     def _prepare_model(
@@ -257,7 +258,7 @@ class _Recording:
 
     def _sync(self, number: int) -> None:
         """Let a loop without ``accumulate`` step once it has had the batches of all ranks, one after another."""
-        if self.request.one_by_one and not self.ranks_facts.get("accumulates"):
+        if self.request.one_by_one and not (self.is_trainer or self.ranks_facts.get("accumulates")):
             GradientState()._set_sync_gradients((number + 1) % self.readers == 0)
 
     def _begin(self, loader: Any) -> None:
@@ -291,8 +292,9 @@ def _natural_samples(loader: Any, batches: int) -> list[str] | None:
 
 
 def _first_samples(loader: Any, batches: int) -> list[str]:
-    sampler = getattr(loader, "sampler", None)
-    generators = [each for each in (getattr(sampler, "generator", None),) if isinstance(each, torch.Generator)]
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    found = [getattr(sampler, "generator", None) for sampler in samplers]
+    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
     random, states = torch.get_rng_state(), [generator.get_state() for generator in generators]
     reading, hashes = iter(loader.base_dataloader), []
     for _ in range(batches):
@@ -375,4 +377,4 @@ def _change_arguments(recording: _Recording, args: Any) -> None:
         args.bf16 = args.fp16 = False
     if recording.request.one_by_one:
         args.gradient_accumulation_steps *= recording.readers
-    recording.micro_batches = args.gradient_accumulation_steps
+    recording.is_trainer, recording.micro_batches = True, args.gradient_accumulation_steps

@@ -27,8 +27,7 @@ class Moments:
 
     Attributes:
         place: "into NAME" or "out of NAME", with the number of the tensor and of the module's call.
-        dims: dims of the tensor.
-        samples: its first dim.
+        elements, dims, dtype: of the tensor.
     """
 
     place: tuple[str, str, int, int]
@@ -37,6 +36,7 @@ class Moments:
     total: float
     magnitude: float
     squares: float
+    dtype: str = "float64"
 
     @property
     def name(self) -> str:
@@ -110,7 +110,8 @@ class Activations:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             value = local.detach().double()
             sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()]).tolist()
-            self.events.append(Moments((side, name, call, number), value.numel(), value.ndim, *sums))
+            dtype = str(local.dtype).removeprefix("torch.")
+            self.events.append(Moments((side, name, call, number), value.numel(), value.ndim, *sums, dtype))
 
 
 def _floating(values: Any) -> list[torch.Tensor]:
@@ -134,7 +135,7 @@ def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[tuple[str, str, int,
     found: dict[tuple[str, str, int, int], Moments] = {}
     for event in (event for rank in events for event in rank):
         if event.place not in found:
-            found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0)
+            found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype)
         together = found[event.place]
         together.elements += event.elements
         together.total += event.total

@@ -140,6 +140,13 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
     lost = [name for name in parted if name in ours and norm(ours[name]) == 0.0 < norm(theirs.get(name, ours[name]))]
     factors = {name: _factor(ours[name], theirs[name]) for name in parted if name in ours and name in theirs}
     common = _common(list(factors.values()))
+    frozen = set(ranks[0].facts["frozen"]) ^ set(alone.facts["frozen"])
+    if frozen & set(parted):
+        yield (
+            f"frozen part: {', '.join(sorted(frozen & set(parted))[:3])} are trained in one of the two only "
+            "(requires_grad is changed by rank, by the number of ranks, or after the model was sharded)"
+        )
+        return
     which = "all gradients" if len(parted) == len(off) else f"gradients of {', '.join(parted[:3])}"
     if lost:
         yield (
@@ -164,7 +171,8 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
 
 def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
     first = ranks[0]
-    here, there = updates(first.end, first.start), updates(alone.end, alone.start)
+    ours, theirs = (first.first, alone.first) if part.step == 1 else (first.end, alone.end)
+    here, there = updates(ours, first.start), updates(theirs, alone.start)
     still = [name for name, value in here.items() if norm(value) == 0.0 < norm(there[name])]
     moved = [name for name, value in here.items() if norm(value) > 0.0 == norm(there[name])]
     if still and len(still) < len(here):
@@ -240,11 +248,13 @@ def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _common(factors: Sequence[float]) -> float | None:
-    """Return the one factor that all are, within two percent; None where they are different ones."""
-    if not factors or any(factor != factor for factor in factors):
+    """Return the one factor that nearly all have, within two percent; None where there are different ones."""
+    known = sorted(factor for factor in factors if factor == factor)
+    if not known:
         return None
-    middle = sorted(factors)[len(factors) // 2]
-    return middle if all(abs(factor - middle) <= 2e-2 * abs(middle) for factor in factors) else None
+    middle = known[len(known) // 2]
+    near = [factor for factor in known if abs(factor - middle) <= 2e-2 * abs(middle)]
+    return middle if len(near) >= 0.7 * len(factors) else None
 
 
 def _near(value: float, other: float) -> bool:

@@ -202,7 +202,7 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
             continue
         compared += 1
         worst = max(worst, off)
-        if off > limit and part is None:
+        if off > _limit_of(there, limit) and part is None:
             part = _part_of(there, alone.events, off)
     if skipped:
         names = list(dict.fromkeys(skipped))
@@ -211,7 +211,7 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
         found.rows.append(Row("activations", "none in common", agrees=None))
         return
     shown = f"of {len({event.name for event in alone.events})} modules in step 1"
-    found.note(Row("activations", shown, worst, limit, worst <= limit), part)
+    found.note(Row("activations", shown, worst, limit, part is None), part)
 
 
 def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
@@ -242,8 +242,15 @@ def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -
 
 def _limit_of_loss(found: Comparison, alone: Record) -> float:
     """Return the limit; a model may compute its loss in float32 whatever its weights are, as Transformers' do."""
-    in_float32 = alone.facts.get("loss dtype") == "float32"
-    return max(found.tolerance.loss, 1e-6) if in_float32 else found.tolerance.loss
+    return max(_limit_of(event, found.tolerance.loss) for event in alone.events) if alone.events else _FLOAT32
+
+
+def _limit_of(event: Moments, limit: float) -> float:
+    """Return the limit of an activation, which may be in float32 where float64 was asked for."""
+    return max(limit, _FLOAT32) if event.dtype == "float32" else limit
+
+
+_FLOAT32 = 1e-6
 
 
 def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
@@ -283,7 +290,13 @@ def _compare_gradients(found: Comparison, ranks: Sequence[Record], alone: Record
     row = _row("gradients of step 1", worst, off, found.tolerance.gradients)
     many = [name for name, value in off.items() if value > found.tolerance.gradients]
     words = f"gradients of {len(many)} of {len(off)} parameters differ: {_names(many)}"
-    found.note(row, Part(1, "gradients", many[0] if many else worst, words))
+    found.note(row, Part(1, "gradients", _last_in_forward(many, alone.events) or worst, words))
+
+
+def _last_in_forward(names: Sequence[str], events: Sequence[Moments]) -> str:
+    """Return the parameter whose module comes last in the forward: where a backward pass parts first."""
+    places = {event.name: number for number, event in enumerate(events) if not event.goes_in}
+    return max(names, key=lambda name: places.get(name.rpartition(".")[0], -1), default="")
 
 
 def gradient_differences(

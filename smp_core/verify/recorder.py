@@ -204,8 +204,6 @@ class Recorder:
         """Note the loss of a micro-batch: its mean over this rank's samples or tokens, weighted as its backward is."""
         if value is None:
             return
-        if isinstance(value, torch.Tensor):
-            self.record.facts["loss dtype"] = str(value.dtype).removeprefix("torch.")
         self._losses.append(float(value))
 
     def enter_backward(self) -> None:

@@ -167,13 +167,19 @@ def rate_by_ranks(model: Model) -> None:
 
 @plant
 def half_precision_masters(model: Model) -> None:
-    def on_train_batch_end(*_: Any) -> None:
+    def configure_optimizers() -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=model.lr)
         if RANKS > 1:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(parameter.bfloat16().to(parameter.dtype))
+            optimizer.register_step_post_hook(lambda *_: round_weights(model))
+        return optimizer
 
-    model.on_train_batch_end = on_train_batch_end
+    model.configure_optimizers = configure_optimizers
+
+
+@torch.no_grad()
+def round_weights(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16().to(parameter.dtype))
 
 
 @plant
