@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -225,7 +224,7 @@ class _Recording:
         self, original: Any, accelerator: SmpAccelerator, loader: Any, *args: Any, **kw: Any
     ) -> Any:
         sampler = getattr(loader, "sampler", None)
-        if self.alone and isinstance(sampler, RandomSampler) and sampler.generator is None:
+        if self.readers > 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
             if not accelerator.use_seedable_sampler:  # as Accelerate does on several ranks
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -372,7 +371,7 @@ def _change_arguments(recording: _Recording, args: Any) -> None:
     args.save_strategy, args.report_to = SaveStrategy.NO, []
     args.logging_strategy, args.logging_steps, args.logging_first_step = IntervalStrategy.STEPS, 1, True
     args.load_best_model_at_end = args.push_to_hub = False
-    args.disable_tqdm, args.output_dir = True, tempfile.mkdtemp(prefix="smp-verify-")
+    args.disable_tqdm, args.output_dir = True, str(recording.request.folder / "files")
     if recording.request.float64:
         args.bf16 = args.fp16 = False
     if recording.request.one_by_one:

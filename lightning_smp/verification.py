@@ -10,8 +10,8 @@ Private names: ``Trainer._results``, the only place of values that ``self.log`` 
 from __future__ import annotations
 
 import functools
+import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +94,7 @@ def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
-        "default_root_dir": tempfile.mkdtemp(prefix="smp-verify-"),
+        "default_root_dir": str(request.folder / "files"),
     }
     if request.float64:
         changed["precision"] = "64-true"
@@ -102,10 +102,10 @@ def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
     if request.role == "one process":
         facts = read_record(request.batches).facts
         changed["strategy"] = OneProcess(torch.device("cpu" if request.cpu else "cuda"))
-        changed["limit_train_batches"] = facts["batches of an epoch"]
-        if request.one_by_one:
-            changed["accumulate_grad_batches"] = kwargs.get("accumulate_grad_batches", 1) * facts["data_size"]
-            changed["limit_train_batches"] *= facts["data_size"]
+        size = facts["data_size"] if request.one_by_one else 1
+        changed["accumulate_grad_batches"] = kwargs.get("accumulate_grad_batches", 1) * size
+        if math.isfinite(facts["batches of an epoch"]):  # a stream may not know
+            changed["limit_train_batches"] = facts["batches of an epoch"] * size
     return changed
 
 

@@ -21,16 +21,20 @@ from torch.utils.hooks import RemovableHandle
 from smp_core.torch_facts import clean_name
 
 
+Place = tuple[str, str, int, int]
+"""Whether into a module or out of it, the module's name, the number of its call, and of the tensor there."""
+
+
 @dataclass
 class Moments:
     """Sums over the elements of one tensor on one rank, or on all.
 
     Attributes:
-        place: "into NAME" or "out of NAME", with the number of the tensor and of the module's call.
+        place: where the tensor was seen.
         elements, dims, dtype: of the tensor.
     """
 
-    place: tuple[str, str, int, int]
+    place: Place
     elements: int
     dims: int
     total: float
@@ -130,9 +134,9 @@ def in_fewer_calls(events: Sequence[Moments], calls: int) -> list[Moments]:
     return [replace(event, place=(side, name, call // calls, tensor)) for event, (side, name, call, tensor) in placed]
 
 
-def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[tuple[str, str, int, int], Moments]:
+def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
     """Return the moments of all ranks together, by place."""
-    found: dict[tuple[str, str, int, int], Moments] = {}
+    found: dict[Place, Moments] = {}
     for event in (event for rank in events for event in rank):
         if event.place not in found:
             found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype)

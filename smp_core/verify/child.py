@@ -73,10 +73,28 @@ def prepare() -> None:
         importlib.import_module("numpy").random.seed(SEED)
     if request.float64:
         torch.set_default_dtype(torch.float64)
+        _stay_in_float64()
     for name in FACES:
         if name in sys.modules:
             _install(name)
     sys.meta_path.insert(0, _FacesAfterFrameworks())
+
+
+def _stay_in_float64() -> None:
+    """Let float64 tensors stay what they are where code asks for float32, as norms and losses of Transformers do."""
+    own_float, own_to = torch.Tensor.float, torch.Tensor.to
+
+    def as_float(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if tensor.dtype == torch.float64 else own_float(tensor, *args, **kwargs)
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return own_to(tensor, *args, **kwargs)
+
+    torch.Tensor.float, torch.Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
 
 
 def train(command: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from smp_core.verify.activations import Moments, difference, in_fewer_calls, over_ranks
+from smp_core.verify.activations import Moments, Place, difference, in_fewer_calls, over_ranks
 from smp_core.verify.recorder import Record
 from smp_core.verify.tolerance import Tolerance
 
@@ -182,7 +182,9 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     for name, value in alone.start.items():
         if _is_float(value):
             off[name] = norm(first.start[name].double() - value.double()) / max(norm(value), 1e-30)
-    limit = 1e-12 if found.tolerance.dtype == "float64" else 1e-6 if found.tolerance.dtype == "float32" else 1e-2
+    limit = (
+        1e-12 if found.tolerance.dtype.startswith("float64") else 1e-6 if found.tolerance.dtype == "float32" else 1e-2
+    )
     worst = _worst(off)
     row = _row("weights at the start", worst, off, limit)
     many = sum(value > limit for value in off.values())
@@ -191,7 +193,7 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
 
 
 def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    together = over_ranks([record.events for record in ranks])
+    together = _moments_of(ranks, alone)
     limit, compared, skipped, worst = found.tolerance.activations, 0, [], 0.0
     part: Part | None = None
     for there in alone.events:
@@ -202,7 +204,7 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
             continue
         compared += 1
         worst = max(worst, off)
-        if off > _limit_of(there, limit) and part is None:
+        if off > limit and part is None:
             part = _part_of(there, alone.events, off)
     if skipped:
         names = list(dict.fromkeys(skipped))
@@ -212,6 +214,24 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
         return
     shown = f"of {len({event.name for event in alone.events})} modules in step 1"
     found.note(Row("activations", shown, worst, limit, part is None), part)
+
+
+def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
+    """Return the moments of a layout. With pipeline stages, a module around the blocks counts on the stage that has it:
+    others call it with a stand-in."""
+    by_stage: dict[int, list[list[Moments]]] = {}
+    for record in ranks:
+        events = in_fewer_calls(record.events, record.facts.get("calls of a batch", 1))
+        by_stage.setdefault(record.facts.get("stage", 0), []).append(events)
+    stages = [over_ranks(by_stage[stage]) for stage in sorted(by_stage)]
+    together: dict[Place, Moments] = {}
+    behind_first_block = False
+    for event in alone.events:
+        having = [moments for moments in stages if event.place in moments]
+        behind_first_block = behind_first_block or (len(having) == 1 < len(stages))
+        if having:
+            together[event.place] = having[-1 if behind_first_block else 0][event.place]
+    return together
 
 
 def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
@@ -237,20 +257,7 @@ def losses_of(records: Sequence[Record]) -> list[float]:
 
 def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
     ours, theirs = losses_of(ranks), losses_of([alone])
-    _compare_by_step(found, "loss", ours, theirs, _limit_of_loss(found, alone))
-
-
-def _limit_of_loss(found: Comparison, alone: Record) -> float:
-    """Return the limit; a model may compute its loss in float32 whatever its weights are, as Transformers' do."""
-    return max(_limit_of(event, found.tolerance.loss) for event in alone.events) if alone.events else _FLOAT32
-
-
-def _limit_of(event: Moments, limit: float) -> float:
-    """Return the limit of an activation, which may be in float32 where float64 was asked for."""
-    return max(limit, _FLOAT32) if event.dtype == "float32" else limit
-
-
-_FLOAT32 = 1e-6
+    _compare_by_step(found, "loss", ours, theirs, found.tolerance.loss)
 
 
 def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
@@ -366,7 +373,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
 
 
 def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
-    if alone.gradients is None or tolerance.dtype == "float64":
+    if alone.gradients is None or tolerance.dtype.startswith("float64"):
         return []
     typical = root_mean_square(alone.gradients.values())
     small = typical * tolerance.floor
@@ -416,7 +423,7 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
         off[name] = 0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30)
     if not off:
         return
-    limit = _limit_of_loss(found, alone) * (1 + len(alone.norms))
+    limit = found.tolerance.loss * (1 + len(alone.norms))
     worst = _worst(off)
     many = [name for name, value in off.items() if value > limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,3 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
         one_copy, small_shard = one_copy // 2, small_shard // 2
     replicas = replicas if one_copy * replicas <= MOST_RANKS else 1
     return Trial({"shard_degree": small_shard, **small}, one_copy * replicas)
-
-
-def names_of(trials: Sequence[Trial]) -> str:
-    """Return the layouts in one line."""
-    return "; ".join(trial.words for trial in trials)

@@ -152,6 +152,9 @@ class Recorder:
                 "tensor": knobs.tensor_parallel_degree,
                 "pipeline": knobs.pipeline_parallel_degree,
             }
+            if self.parallel.pipeline is not None:
+                facts["calls of a batch"] = self.parallel.pipeline.micro_batches
+            facts["stage"] = self.parallel.mesh.stage
             facts["lossy"] = [name for name in ("compression", "fp8") if knobs.asked(name) != getattr(_PLAIN, name)]
             facts["dtypes"] += [str(dtype) for dtype in (knobs.param_dtype, knobs.reduce_dtype) if dtype is not None]
 
@@ -255,6 +258,7 @@ class Recorder:
             if self._activations is not None:
                 self._activations.close()
                 record.events, record.draws = self._activations.events, self._activations.draws
+                record.facts["float32 inside"] = any(event.dtype == "float32" for event in record.events)
         if metrics:
             record.metrics.update(metrics)
         if len(record.norms) >= self.request.steps:

@@ -11,10 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from smp_core.topology import RANKS_PER_NODE_VARIABLE
 from smp_core.verify.recorder import REFUSED
@@ -33,46 +35,77 @@ _IMPORTS = {
     "accelerate_smp.trainer": re.compile(rb"^\s*(import|from)\s+(transformers|trl)", re.MULTILINE),
 }
 
+_FACES = {"lightning": b"lightning_smp", "accelerate": b"accelerate_smp"}
+
 
 class RunFailed(ValueError):
     """The error of a run whose processes did not end well, with the end of what they wrote."""
 
 
-class Runs:
-    """The child processes of one verification, forked from a server (:mod:`smp_core.verify.server`).
+class Server:
+    """The process that child processes are forked from (:mod:`smp_core.verify.server`).
 
     Args:
-        command: the script with its arguments, or ``--call FILE``.
-        folder: that the server's own output is written into.
-        limit: seconds that a run may take.
+        modules: that it imports before it forks (:func:`modules_for`).
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, limit: float) -> None:
-        self.command, self.limit = list(command), limit
-        frameworks = _frameworks(command)
-        self._log = folder / "server.txt"
-        with self._log.open("wb") as log:
-            self._server = self._start(frameworks, log)
-
-    def _start(self, frameworks: Sequence[str], log: IO[bytes]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", SERVER, *frameworks],
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", SERVER, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=self._output,
             env={**_inherited(), "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},
             text=True,
         )
 
-    def __enter__(self) -> Runs:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None and self._server.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._server.stdin.close()
-        self._server.stdout.close()
-        self._server.wait()
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+        self._output.close()
+
+    def start(self, environment: Mapping[str, str], command: Sequence[str], log: Path, threads: int) -> int:
+        """Fork a process that trains. Returns its process id."""
+        start = {"environment": environment, "command": command, "log": str(log), "threads": threads}
+        return int(self._order({"start": start}))
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit statuses of processes that have ended, by process id."""
+        return {int(child): status for child, status in self._order({"poll": True}).items()}
+
+    def _order(self, order: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").strip().splitlines()
+            raise RunFailed("the process that starts trainings ended:\n" + "\n".join(lines[-_TAIL:]))
+        return json.loads(answer)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one verification.
+
+    Attributes:
+        server: forks their processes.
+        command: the script with its arguments, or ``--call FILE``.
+        limit: seconds that a run may take.
+    """
+
+    server: Server
+    command: Sequence[str]
+    limit: float
 
     def run(self, request: Request, ranks_per_node: int | None = None) -> None:
         """Run the training once and wait for it.
@@ -90,23 +123,19 @@ class Runs:
         port = _free_port()
         children = []
         for rank, log in enumerate(logs):
-            start = {
-                "environment": _environment(request, rank, size, port, ranks_per_node),
-                "command": self.command,
-                "log": str(log),
-                "threads": max(1, (os.cpu_count() or 1) // size),
-            }
-            children.append(int(self._order({"start": start})))
+            environment = _environment(request, rank, size, port, ranks_per_node)
+            threads = max(1, (os.cpu_count() or 1) // size)
+            children.append(self.server.start(environment, self.command, log, threads))
         try:
             self._wait(children)
         finally:
-            running = [child for child in children if child not in self._ended()]
+            running = [child for child in children if child not in self.server.ended()]
             for child in running:  # with the data workers in its session
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)
-            while running and not set(running) <= self._ended().keys():
+            while running and not set(running) <= self.server.ended().keys():
                 time.sleep(0.02)
-        ended = self._ended()
+        ended = self.server.ended()
         statuses = [ended[child] for child in children]
         if any(statuses):
             raise RunFailed(_how_it_failed(request, statuses, logs, self.limit))
@@ -116,36 +145,23 @@ class Runs:
         deadline = time.monotonic() + self.limit
         failed = False
         while time.monotonic() < deadline:
-            statuses = [self._ended().get(child) for child in children]
+            statuses = [self.server.ended().get(child) for child in children]
             if None not in statuses:
                 return
             if any(statuses) and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
             time.sleep(0.05)
 
-    def _ended(self) -> dict[int, int]:
-        return {int(child): status for child, status in self._order({"poll": True}).items()}
 
-    def _order(self, order: Mapping[str, Any]) -> Any:
-        assert self._server.stdin is not None and self._server.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._server.stdin.write(json.dumps(order) + "\n")
-            self._server.stdin.flush()
-        answer = self._server.stdout.readline()
-        if not answer:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-            raise RunFailed("the process that starts trainings ended:\n" + "\n".join(lines[-_TAIL:]))
-        return json.loads(answer)
-
-
-def _frameworks(command: Sequence[str]) -> list[str]:
-    """Return the frameworks that a script imports, by its text; those of a call are imported with it.
+def modules_for(command: Sequence[str]) -> list[str]:
+    """Return what a server imports for a script or a pickled call, by its text.
 
     Raises:
         RunFailed: there is no such script.
     """
     if command[0] == "--call":
-        return []
+        call = Path(command[1]).read_bytes()
+        return [name for name, face in _FACES.items() if face in call]
     try:
         text = Path(command[0]).read_bytes()
     except OSError as error:

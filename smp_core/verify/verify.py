@@ -12,6 +12,7 @@ Layouts whose ranks read the same batches share the run of one process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -30,7 +31,7 @@ from smp_core.verify.layouts import Trial, read_layout, shrunk
 from smp_core.verify.recorder import NOT_JOINABLE, Record
 from smp_core.verify.report import Report
 from smp_core.verify.request import Request
-from smp_core.verify.runs import RunFailed, Runs
+from smp_core.verify.runs import RunFailed, Runs, Server, modules_for
 from smp_core.verify.tolerance import tolerance_of
 
 LIMIT = 600.0
@@ -60,14 +61,12 @@ class Verification:
     alone: dict[str, Record] = field(default_factory=dict)
     _runs: int = 0
 
-    def layouts(self, given: Sequence[str | Mapping[str, Any]], ranks: int | None) -> list[Trial]:
-        """Return the layouts to verify: those given, or the script's own, shrunk."""
-        if given:
-            return [read_layout(each, ranks) for each in given]
+    def own_layout(self) -> Trial:
+        """Return the script's own layout, shrunk."""
         looking = self._request("look")
         self.say("looking at the script's layout")
         self.runs.run(looking)
-        return [shrunk(looking)]
+        return shrunk(looking)
 
     def compare(self, trial: Trial) -> Comparison:
         """Run one layout and one process, and compare them."""
@@ -158,6 +157,7 @@ def verify_command(
     devices: bool = False,
     limit: float = LIMIT,
     say: Callable[[str], None] = lambda _: None,
+    server: Server | None = None,
 ) -> Report:
     """Verify a script.
 
@@ -171,6 +171,7 @@ def verify_command(
         devices: use this machine's devices, one a rank; False: CPU.
         limit: seconds for each run.
         say: called with a line before each run.
+        server: forks the processes; default: one of this call.
 
     Raises:
         ValueError: a layout that is none; a run that did not come to its steps, with the end of its output.
@@ -180,11 +181,14 @@ def verify_command(
     if devices and not torch.cuda.is_available():
         raise ValueError("--devices: this machine has none that torch can use; leave it out to verify on CPU ranks")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="smp-verify-") as name, Runs(command, Path(name), limit) as runs:
-        verification = Verification(runs, Path(name), steps, float64, keep_dropout, not devices, say)
-        trials = verification.layouts(layouts, ranks)
-        comparisons = [verification.compare(trial) for trial in trials]
-        notes = [note for record in [*verification.alone.values()][:1] for note in facts_in_words(record.facts)]
+    trials = [read_layout(layout, ranks) for layout in layouts]
+    with contextlib.ExitStack() as around:
+        folder = Path(around.enter_context(tempfile.TemporaryDirectory(prefix="smp-verify-")))
+        serving = server or around.enter_context(Server(modules_for(command)))
+        runs = Runs(serving, list(command), limit)
+        verification = Verification(runs, folder, steps, float64, keep_dropout, not devices, say)
+        comparisons = [verification.compare(trial) for trial in trials or [verification.own_layout()]]
+    notes = [note for record in [*verification.alone.values()][:1] for note in facts_in_words(record.facts)]
     notes.append(f"{steps} steps; samples, activations and gradients of every parameter in step 1, weights at the end")
     return Report(comparisons, notes, time.monotonic() - began)
 

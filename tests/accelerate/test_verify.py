@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from smp_core.verify import Report, verify_command
+from smp_core.verify.runs import Server, modules_for
 from tests.harness import ROOT
 
 SCRIPT = str(ROOT / "tests" / "accelerate" / "scripts" / "verified.py")
@@ -19,8 +22,20 @@ CORRECT = [
 ]
 
 
+_SERVERS: list[Server] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_server() -> Iterator[None]:
+    """One process imports torch, Accelerate and Transformers for all cases."""
+    with Server(modules_for([SCRIPT])) as server:
+        _SERVERS.append(server)
+        yield
+        _SERVERS.clear()
+
+
 def verified(*arguments: str, layout: str, steps: int = 2) -> Report:
-    return verify_command([SCRIPT, *arguments], [layout], steps=steps, float64=True)
+    return verify_command([SCRIPT, *arguments], [layout], steps=steps, float64=True, server=_SERVERS[0])
 
 
 @pytest.mark.slow

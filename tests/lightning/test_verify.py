@@ -1,14 +1,17 @@
-"""`smp verify` of scripts under Lightning: planted defects are found with their place and cause, correct scripts agree."""
+"""`smp verify` of scripts under Lightning: planted defects are found with place and cause, correct scripts agree."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import lightning_smp
 from smp_core.verify import Report, verify_command
+from smp_core.verify.runs import Server, modules_for
 from tests.harness import ROOT
-from tests.lightning.scripts.verified import LENGTH, Model, Tokens
+from tests.lightning.scripts.verified import Model, Tokens
 
 SCRIPT = str(ROOT / "tests" / "lightning" / "scripts" / "verified.py")
 # Defect -> what differs first, at which module or parameter ("": anywhere), how the likeliest cause begins.
@@ -44,8 +47,20 @@ CORRECT = {
 GROUPED = "how samples are grouped"
 
 
+_SERVERS: list[Server] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_server() -> Iterator[None]:
+    """One process imports torch and Lightning for all cases."""
+    with Server(modules_for([SCRIPT])) as server:
+        _SERVERS.append(server)
+        yield
+        _SERVERS.clear()
+
+
 def verified(*arguments: str, layout: str = "shard_degree=2 ranks=2", float64: bool = False, steps: int = 2) -> Report:
-    return verify_command([SCRIPT, *arguments], [layout], steps=steps, float64=float64)
+    return verify_command([SCRIPT, *arguments], [layout], steps=steps, float64=float64, server=_SERVERS[0])
 
 
 def require_found(report: Report, what: str, where: str, cause: str) -> None:
@@ -95,4 +110,3 @@ def test_a_module_and_its_data_are_verified_from_python() -> None:
     loader = torch.utils.data.DataLoader(Tokens(), batch_size=4)
     report = lightning_smp.verify(Model(), loader, ["shard_degree=2 ranks=2"], steps=2, float64=True)
     assert report.agrees, str(report)
-    assert LENGTH == Tokens()[0]["labels"].numel()
