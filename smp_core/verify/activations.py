@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_core.torch_facts import clean_name
 
-
 Place = tuple[str, str, int, int]
 """Whether into a module or out of it, the module's name, the number of its call, and of the tensor there."""
 
