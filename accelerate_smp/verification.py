@@ -120,6 +120,8 @@ class _Recording:
             kwargs["mixed_precision"] = "no"
         kwargs.pop("log_with", None)
         original(accelerator, *args, **kwargs)
+        if not accelerator.smp:
+            refuse("SmpAccelerator(smp=False) trains without torch-smp, and there is nothing to verify; leave it out")
         if self.request.role == "look":
             tell_degrees(self.request, accelerator.smp_config, 0)
         if self.request.one_by_one and not self.is_trainer:

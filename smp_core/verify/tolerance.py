@@ -22,7 +22,8 @@ class Tolerance:
         loss: of each step's loss, of its value.
         gradients: of gradient norms, and of each parameter's gradient, of its norm.
         weights: of each parameter at the end, of the norm of what training changed in it.
-        floor: of a parameter's gradient, of the root mean square of all: below it is rounding, and not compared.
+        floor: of a parameter's gradient, relative to the root mean square of all: a smaller one may be rounding, and is
+            held against the floor.
     """
 
     dtype: str
@@ -33,10 +34,10 @@ class Tolerance:
     floor: float
 
 
-_FLOAT64 = Tolerance("float64", 1e-9, 1e-9, 1e-7, 1e-5, 1e-9)
-_FLOAT64_AND_32 = Tolerance("float64, parts in float32", 1e-6, 1e-6, 1e-5, 1e-2, 1e-6)
-_FLOAT32 = Tolerance("float32", 1e-4, 1e-4, 2e-3, 5e-2, 1e-4)
-_HALF = Tolerance("half precision", 3e-2, 2e-2, 1e-1, 5e-1, 1e-2)
+_FLOAT64 = Tolerance("float64", 1e-9, 1e-9, 1e-7, 1e-5, 1e-6)
+_FLOAT64_AND_32 = Tolerance("float64, parts in float32", 1e-6, 1e-6, 1e-5, 1e-2, 3e-2)
+_FLOAT32 = Tolerance("float32", 1e-4, 1e-4, 2e-3, 5e-2, 1e-3)
+_HALF = Tolerance("half precision", 3e-2, 2e-2, 1e-1, 5e-1, 1e-1)
 
 
 def tolerance_of(facts: Mapping[str, Any], float64: bool) -> Tolerance:
