@@ -112,9 +112,11 @@ class Activations:
         for number, tensor in enumerate(_floating(values)):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             value = local.detach().double()
-            sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()]).tolist()
+            sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
+            total, magnitude, squares = sums.tolist()
             dtype = str(local.dtype).removeprefix("torch.")
-            self.events.append(Moments((side, name, call, number), value.numel(), value.ndim, *sums, dtype))
+            place = (side, name, call, number)
+            self.events.append(Moments(place, value.numel(), value.ndim, total, magnitude, squares, dtype))
 
 
 def _floating(values: Any) -> list[torch.Tensor]:

@@ -218,19 +218,18 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
 
 def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
     """Return the moments of a layout. With pipeline stages, a module around the blocks counts on the stage that has it:
-    others call it with a stand-in."""
+    others have a stand-in there, which gives zeros."""
     by_stage: dict[int, list[list[Moments]]] = {}
     for record in ranks:
         events = in_fewer_calls(record.events, record.facts.get("calls of a batch", 1))
         by_stage.setdefault(record.facts.get("stage", 0), []).append(events)
     stages = [over_ranks(by_stage[stage]) for stage in sorted(by_stage)]
     together: dict[Place, Moments] = {}
-    behind_first_block = False
     for event in alone.events:
-        having = [moments for moments in stages if event.place in moments]
-        behind_first_block = behind_first_block or (len(having) == 1 < len(stages))
-        if having:
-            together[event.place] = having[-1 if behind_first_block else 0][event.place]
+        having = [moments[event.place] for moments in stages if event.place in moments]
+        working = [moments for moments in having if moments.magnitude != 0.0] or having
+        if working:
+            together[event.place] = working[0]
     return together
 
 

@@ -82,7 +82,7 @@ def loop(flags: argparse.Namespace) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        seen = accelerator.reduce(torch.tensor(float(len(batch["labels"]))), "sum")
+        seen = accelerator.reduce(torch.tensor(float(batch["labels"].numel())), "sum")
         if flags.plant == "doubled_metric":
             seen = accelerator.reduce(seen, "sum")
         accelerator.log({"seen": seen.item()})
