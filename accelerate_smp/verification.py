@@ -62,7 +62,7 @@ def install() -> None:
 
 
 class _Recording:
-    """What is recorded of the accelerators of this process: the first model that is prepared.
+    """A recording of this process's accelerators: of the first model that is prepared.
 
     Attributes:
         ranks_facts: in one process: what the ranks noted about their run.

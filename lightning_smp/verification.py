@@ -4,7 +4,8 @@ A Trainer that is made in such a process gets the ranks, the device and the layo
 logs and no checkpoints. Everything else stays the script's. The one process trains under Lightning's own
 single-device strategy, without torch-smp.
 
-Private names: ``Trainer._results``, the only place of values that ``self.log`` has collected in an epoch that goes on.
+Private names: ``Trainer._results``, the only place of values that ``self.log`` has collected in an epoch that goes on;
+``Trainer._accelerator_connector``, because ``use_distributed_sampler`` is not public.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ def install() -> None:
         if not _is_ours(asked):
             refuse(_FORGOTTEN.format(asked=asked))
         if request.role == "look":
-            original(self, *args, **kwargs)
-            _tell(self, request)
+            here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False}
+            original(self, *args, **{**kwargs, **here})
+            strategy = self.strategy
+            assert isinstance(strategy, SmpShardedStrategy)
+            tell_degrees(request, strategy.config, _ranks_asked(kwargs))
         original(self, *args, **_changed(kwargs, request))
         if request.role == "ranks":
             strategy = self.strategy
@@ -70,10 +74,12 @@ def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, SmpShardedStrategy) or str(strategy).startswith("smp_sharded")
 
 
-def _tell(trainer: Trainer, request: Request) -> None:
-    strategy = trainer.strategy
-    assert isinstance(strategy, SmpShardedStrategy)
-    tell_degrees(request, strategy.config, trainer.num_devices * trainer.num_nodes)
+def _ranks_asked(kwargs: Mapping[str, Any]) -> int:
+    """Return how many ranks a Trainer would have; 0: it leaves that to its launcher or to the machine."""
+    devices = kwargs.get("devices", "auto")
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    return devices * int(kwargs.get("num_nodes", 1)) if isinstance(devices, int) and devices > 0 else 0
 
 
 def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
@@ -139,7 +145,7 @@ class RecordingCallback(Callback):
         facts["precision"] = str(trainer.precision)
         if parallel is None:
             wanted = recorder.batches_of_ranks()
-            recorder.record.natural = _natural_samples(trainer.train_dataloader, wanted)
+            recorder.record.natural = _natural_samples(trainer, wanted)
         if recorder.request.one_by_one and not pl_module.automatic_optimization:
             refuse("manual optimization steps by itself, and cannot take the ranks' batches one after another")
 
@@ -195,37 +201,47 @@ def _logged(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value.numel() == 1}
 
 
-def _natural_samples(loader: Any, batches: int) -> list[str] | None:
+def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:
     """Return hashes of the samples that one process would read, in order.
 
     Returns:
-        None where they are not known: several loaders, or samples that are made anew each time they are read.
+        None where they are not known: several loaders, a sampler that Lightning wraps, or samples that are made anew
+        each time they are read.
     """
+    loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader):
         return None
+    sampler: Any = loader.sampler
+    is_dealt = trainer._accelerator_connector.use_distributed_sampler and not isinstance(sampler, DistributedSampler)
+    if is_dealt and not isinstance(loader.dataset, IterableDataset):
+        if not isinstance(sampler, (RandomSampler, SequentialSampler)):
+            return None
+        # What Lightning puts in its place on ranks; it shuffles training data, also where the loader does not.
+        seed, shuffle = int(os.environ.get("PL_GLOBAL_SEED", 0)), not trainer.overfit_batches
+        dataset: Any = loader.dataset
+        loader = DataLoader(
+            dataset,
+            loader.batch_size,
+            sampler=DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed),
+            collate_fn=loader.collate_fn,
+        )
     once, again = (_first_samples(loader, batches) for _ in range(2))
     return once if once == again else None
 
 
 def _first_samples(loader: DataLoader[Any], batches: int) -> list[str]:
-    """Read a loader's first samples as Lightning orders them, without its workers."""
-    state = torch.get_rng_state()
-    sampler: Any = loader.sampler
-    if isinstance(sampler, (RandomSampler, SequentialSampler)):
-        shuffles = isinstance(sampler, RandomSampler)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=shuffles, seed=seed)  # type: ignore[arg-type]
+    random, generator = torch.get_rng_state(), loader.generator
+    state = None if generator is None else generator.get_state()
     hashes: list[str] = []
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        reading = iter(loader)
-    else:
-        reading = iter(DataLoader(loader.dataset, loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn))
+    reading = iter(loader)
     for _ in range(batches):
         batch = next(reading, None)
         if batch is None:
             break
         hashes += sample_hashes(batch)
-    torch.set_rng_state(state)
+    torch.set_rng_state(random)
+    if generator is not None and state is not None:
+        generator.set_state(state)
     return hashes
 
 

@@ -110,6 +110,8 @@ class Activations:
     @torch.no_grad()
     def _note(self, side: str, name: str, call: int, values: Any) -> None:
         for number, tensor in enumerate(_floating(values)):
+            if side == "into" and tensor.ndim == 0:
+                continue  # a count of targets, a temperature: an option and no activation
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             value = local.detach().double()
             sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])

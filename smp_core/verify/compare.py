@@ -355,12 +355,10 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
     rounding = _rounding(alone, found.tolerance)
     if rounding:
         found.missing.append(f"weights of {_names(rounding)} (their gradients are rounding, which Adam makes steps of)")
-    for what, step, ours, theirs in (
-        ("weights behind step 1", 1, first.first, alone.first),
-        (f"weights behind step {len(alone.norms)}", len(alone.norms), first.end, alone.end),
-    ):
-        if step == 1 and what.endswith("step 1") and len(alone.norms) == 1 and ours is first.end:
-            continue
+    steps = [(1, first.first, alone.first)]
+    if len(alone.norms) > 1:
+        steps.append((len(alone.norms), first.end, alone.end))
+    for step, ours, theirs in steps:
         off = weight_differences(ours, theirs, alone.start)
         off = {name: value for name, value in off.items() if name not in rounding}
         worst, limit = _worst(off), found.tolerance.weights
@@ -368,7 +366,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
         many = [name for name, value in off.items() if value > limit]
         words = f"{len(many)} of {len(off)} tensors differ behind step {step}: {_names(many)}"
         kind = "buffers" if many and set(many) <= set(buffers) else "weights"
-        found.note(_row(what, worst, off, limit), Part(step, kind, worst, words))
+        found.note(_row(f"weights behind step {step}", worst, off, limit), Part(step, kind, worst, words))
 
 
 def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:

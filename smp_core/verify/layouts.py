@@ -96,7 +96,7 @@ def tell_degrees(request: Request, config: SmpConfig, world: int) -> None:
     """Write the degrees that a script asks for, and end this process.
 
     Args:
-        world: ranks that it would have.
+        world: ranks that it would have; 0: not known.
     """
     degrees = {name: getattr(config, name) for name in DEGREES}
     request.folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
 
     Args:
         degrees: as a script asks for them; the shard degree may be a word.
-        world: ranks that the script would have; 1 where it leaves that to its launcher.
+        world: ranks that the script would have; 0 where it leaves that to its launcher.
     """
     small = {name: 2 if degrees[name] > 1 else 1 for name in DEGREES[1:]}
     shard, context = degrees["shard_degree"], small["context_parallel_degree"]

@@ -44,7 +44,7 @@ NOT_JOINABLE = "the batches cannot be joined: "
 
 @dataclass(eq=False)
 class Record:
-    """What one process saw.
+    """The record of what one process saw.
 
     Attributes:
         data_rank, data_size: its place among those that read different samples, and their number.
@@ -112,7 +112,7 @@ class Recorder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the model is known."""
+        """The flag of a model that is known."""
         return self._model is not None
 
     def begin(self, model: nn.Module, parallel: ParallelModel | None) -> None:

@@ -31,7 +31,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether all layouts agree with one process."""
+        """The verdict: all layouts agree with one process."""
         return all(comparison.agrees for comparison in self.comparisons)
 
     def __str__(self) -> str:
