@@ -104,7 +104,8 @@ def double_updates(ranks: list[Record]) -> None:
 
 
 def round_weights(ranks: list[Record]) -> None:
-    ranks[0].end = {name: value.bfloat16().double() for name, value in ranks[0].end.items()}
+    record = ranks[0]
+    record.first = record.end = {name: value.bfloat16().double() for name, value in record.end.items()}
 
 
 def part_replicas(ranks: list[Record]) -> None:
