@@ -5,7 +5,7 @@ and the layout that were asked for, starts no trackers, and a Trainer saves noth
 own behaviour, and the schedule and the length of an epoch that the ranks have.
 
 Private names: ``GradientState._set_sync_gradients``, which Accelerator's own ``accumulate`` calls, and Accelerator's
-list ``_models``.
+lists ``_models`` and ``_schedulers``; ``_present`` is SmpAccelerator's batch that is split at the moment.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def install_trainer() -> None:
         return
     from accelerate_smp import trainer
 
-    mixin = next(kind for kind in trainer.SmpTrainer.__mro__ if kind.__name__ == "SmpTrainerMixin")
+    mixin: Any = next(kind for kind in trainer.SmpTrainer.__mro__ if kind.__name__ == "SmpTrainerMixin")
     made, log = mixin.__init__, mixin.log
 
     @functools.wraps(made)

@@ -28,7 +28,6 @@ from lightning_smp.from_folder import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
-from lightning_smp.verification import verify
 from smp_core.config import Fp8Recipe
 from smp_core.watch import JoinedLoader
 
@@ -46,6 +45,16 @@ for _name, (_description, _knobs) in _STRATEGIES.items():
 
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)
+
+
+def __getattr__(name: str) -> Any:
+    """Import `verify` when it is asked for: a training needs nothing of it."""
+    if name == "verify":
+        from lightning_smp.verification import verify
+
+        return verify
+    raise AttributeError(f"module 'lightning_smp' has no attribute {name!r}")
+
 
 __all__ = [
     "Fp8Monitor",

@@ -217,7 +217,7 @@ def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:
         if not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return None
         # What Lightning puts in its place on ranks; it shuffles training data, also where the loader does not.
-        seed, shuffle = int(os.environ.get("PL_GLOBAL_SEED", 0)), not trainer.overfit_batches
+        seed, shuffle = int(os.environ.get("PL_GLOBAL_SEED", 0)), not getattr(trainer, "overfit_batches", 0)
         dataset: Any = loader.dataset
         loader = DataLoader(
             dataset,

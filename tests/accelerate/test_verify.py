@@ -16,7 +16,7 @@ CORRECT = [
     ("loop", "context_parallel_degree=2 ranks=2"),
     ("loop", "tensor_parallel_degree=2 ranks=2"),
     ("trainer", "shard_degree=2 ranks=2"),
-    ("trainer", "context_parallel_degree=2 ranks=2"),
+    ("masked", "context_parallel_degree=2 ranks=2"),
     ("trainer", "pipeline_parallel_degree=2 shard_degree=1 ranks=2"),
     ("padded", "shard_degree=2 ranks=2"),
 ]
@@ -43,6 +43,15 @@ def verified(*arguments: str, layout: str, steps: int = 2) -> Report:
 def test_correct_scripts_agree(kind: str, layout: str) -> None:
     report = verified("--kind", kind, layout=layout, steps=3)
     assert report.agrees, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="Trainer counts GPT-2's first labels as targets, and with context ranks they are not"
+)
+def test_first_labels_count_alike_with_context_ranks() -> None:
+    """What `smp verify` found: the loss is 16/15 of one process's with rows of 16 tokens."""
+    assert verified("--kind", "trainer", layout="context_parallel_degree=2 ranks=2").agrees
 
 
 def test_an_unmodified_loop_agrees() -> None:

@@ -95,10 +95,13 @@ def trainer(flags: argparse.Namespace) -> None:
     )
     padded = flags.kind == "padded"
     collator = padded_together if padded else None
-    Trainer(model=gpt2(), args=args, train_dataset=samples(padded), data_collator=collator).train()
+    data = samples(padded)
+    if flags.kind == "masked":  # the first token of a row is no target, and not counted as one
+        data = [{**row, "labels": torch.cat([torch.tensor([-100]), row["labels"][1:]])} for row in data]
+    Trainer(model=gpt2(), args=args, train_dataset=data, data_collator=collator).train()
 
 
-KINDS = ("loop", "trainer", "padded")
+KINDS = ("loop", "trainer", "masked", "padded")
 PLANTS = ("local_positions", "unprepared_loader", "doubled_metric")
 
 
