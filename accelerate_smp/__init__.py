@@ -23,14 +23,16 @@ _WHEN_ASKED_FOR = {
     "SmpMonitorCallback": "accelerate_smp.callbacks",
     "SmpCheckpointCallback": "accelerate_smp.callbacks",
     "Fp8MonitorCallback": "accelerate_smp.callbacks",
+    "verify": "accelerate_smp.verification",
 }
+_NEED_NO_TRANSFORMERS = ("SmpMonitor", "verify")
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHEN_ASKED_FOR:
         from importlib import import_module
 
-        if name != "SmpMonitor":
+        if name not in _NEED_NO_TRANSFORMERS:
             require("transformers", name)
         return getattr(import_module(_WHEN_ASKED_FOR[name]), name)
     raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
@@ -44,4 +46,5 @@ __all__ = [
     "SmpMonitorCallback",
     "SmpTrainer",
     "SmpTrainerMixin",
+    "verify",
 ]

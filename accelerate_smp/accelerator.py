@@ -371,9 +371,9 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
         batches = self.num_processes if self.layout is None else self.data_size
-        if not self.sharding or self.split_batches or len(self._schedulers) == known or batches == 1:
+        if not self.sharding or self.split_batches or len(self._schedulers) == known:
             return prepared
-        if self.schedule_in_optimizer_steps:
+        if self.schedule_in_optimizer_steps or batches == 1:  # Accelerate's own counts processes, also copies
             prepared.split_batches = True
             return prepared
         if known == 0 and self.step_scheduler_with_optimizer and self.is_main_process:

@@ -45,6 +45,16 @@ for _name, (_description, _knobs) in _STRATEGIES.items():
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)
 
+
+def __getattr__(name: str) -> Any:
+    """Import `verify` when it is asked for: a training needs nothing of it."""
+    if name == "verify":
+        from lightning_smp.verification import verify
+
+        return verify
+    raise AttributeError(f"module 'lightning_smp' has no attribute {name!r}")
+
+
 __all__ = [
     "Fp8Monitor",
     "Fp8Precision",
@@ -53,4 +63,5 @@ __all__ = [
     "SmpCheckpoint",
     "SmpMonitor",
     "SmpShardedStrategy",
+    "verify",
 ]

@@ -260,6 +260,13 @@ class SteppingStrategy(ProcessGroupStrategy):
                 loss = loss * self.joined.weight
             return super().backward(loss, *args, **kwargs)
 
+    def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the present batch as its backward pass starts from it: where ranks share sequences, this
+        rank's part of the mean over all of their targets.
+        """
+        with self._sequences.active():
+            return self._sequences.weighted(loss)
+
     def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
         no gradient.

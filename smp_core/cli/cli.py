@@ -20,6 +20,7 @@ _COMMANDS = {
     "report": "smp_core.report.page",
     "fp8-report": "smp_core.fp8.monitoring",
     "memory-report": "smp_core.observe.memory_log",
+    "verify": "smp_core.verify.commands",
 }
 """The modules of the commands, each with a function of its command's name, or an application `app`."""
 

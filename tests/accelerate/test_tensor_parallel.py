@@ -86,3 +86,25 @@ def test_a_bare_loop_equals_one_process() -> None:
     """Under Accelerate's own name for the degree; what is open is planned."""
     for seen in run_ranks(bare_loop, 4, 2, ranks_per_node=2):
         assert differences(seen, alone("llama", 2)) == []
+
+
+def rates_where_all_ranks_share_a_batch() -> list[float]:
+    accelerator = fresh_accelerator(cpu=True, tensor_parallel_degree=2)
+    model: Any = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    halved = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    loader = DataLoader([{"tokens": row} for row in batches(1, 2).flatten(0, 2)], batch_size=BATCH)
+    model, optimizer, loader, halved = accelerator.prepare(model, optimizer, loader, halved)
+    rates = []
+    for batch in loader:
+        accelerator.backward(model(input_ids=batch["tokens"], labels=batch["tokens"]).loss)
+        optimizer.step()
+        halved.step()
+        rates.append(halved.get_last_lr()[0])
+    return rates
+
+
+def test_a_schedule_counts_a_batch_once_where_all_ranks_share_it() -> None:
+    """Accelerate's own counts processes."""
+    for rates in run_ranks(rates_where_all_ranks_share_a_batch, 2):
+        assert rates and rates == [0.5**step for step in range(1, len(rates) + 1)]

@@ -1,0 +1,177 @@
+"""Activations: moments of what goes into each module and comes out of it in the first step.
+
+A layout cuts activations along samples, tokens or features, or holds them several times. Sums of all elements over all
+ranks are the same however they are cut, and a multiple where they are held several times; so these are compared:
+the sum, the sum of magnitudes and the sum of squares, each accumulated in float64. What they cannot see is elements
+that changed places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from smp_core.torch_facts import clean_name
+
+Place = tuple[str, str, int, int]
+"""Whether into a module or out of it, the module's name, the number of its call, and of the tensor there."""
+
+
+@dataclass
+class Moments:
+    """Sums over the elements of one tensor on one rank, or on all.
+
+    Attributes:
+        place: where the tensor was seen.
+        elements, dims, dtype: of the tensor.
+    """
+
+    place: Place
+    elements: int
+    dims: int
+    total: float
+    magnitude: float
+    squares: float
+    dtype: str = "float64"
+
+    @property
+    def name(self) -> str:
+        return self.place[1]
+
+    @property
+    def goes_in(self) -> bool:
+        return self.place[0] == "into"
+
+
+class Activations:
+    """A recorder of moments, by hooks on all modules of a model.
+
+    Attributes:
+        events: in the order in which they came.
+        draws: modules in whose own forward random numbers were drawn, children aside.
+        is_open: whether calls count; closed during backward, where forwards are repeated.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[Moments] = []
+        self.draws: list[str] = []
+        self.is_open = True
+        self._calls: Counter[str] = Counter()
+        self._stack: list[tuple[str, int, torch.Tensor]] = []
+        self._drew: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            own = clean_name(name)
+            if name.endswith(("_orig_mod", "_checkpoint_wrapped_module")):
+                continue  # the wrapper has the same name
+            self._hooks.append(module.register_forward_pre_hook(self._before(own), with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._behind(own), always_call=False))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if not self._counts(module):
+                return
+            call = self._calls[name]
+            self._calls[name] += 1
+            self._note("into", name, call, [*args, *kwargs.values()])
+            self._stack.append((name, call, torch.get_rng_state()))
+
+        return before
+
+    def _behind(self, name: str) -> Any:
+        def behind(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._counts(module) or not self._stack or self._stack[-1][0] != name:
+                return
+            _, call, random = self._stack.pop()
+            if not torch.equal(random, torch.get_rng_state()):
+                if not any(child.startswith(f"{name}." if name else "") for child in self._drew):
+                    self.draws.append(name)
+                self._drew.add(name)
+            self._note("out of", name, call, output)
+
+        return behind
+
+    def _counts(self, module: nn.Module) -> bool:
+        return self.is_open and module.training and torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def _note(self, side: str, name: str, call: int, values: Any) -> None:
+        for number, tensor in enumerate(_floating(values)):
+            if side == "into" and tensor.ndim == 0:
+                continue  # a count of targets, a temperature: an option and no activation
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            value = local.detach().double()
+            sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
+            total, magnitude, squares = sums.tolist()
+            dtype = str(local.dtype).removeprefix("torch.")
+            place = (side, name, call, number)
+            self.events.append(Moments(place, value.numel(), value.ndim, total, magnitude, squares, dtype))
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values] if values.is_floating_point() and values.device.type != "meta" else []
+    if isinstance(values, Mapping):
+        return [tensor for value in values.values() for tensor in _floating(value)]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _floating(value)]
+    return []
+
+
+def in_fewer_calls(events: Sequence[Moments], calls: int) -> list[Moments]:
+    """Return events in which so many calls of a module, one after another, count as one."""
+    placed = [(event, event.place) for event in events]
+    return [replace(event, place=(side, name, call // calls, tensor)) for event, (side, name, call, tensor) in placed]
+
+
+def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
+    """Return the moments of all ranks together, by place."""
+    found: dict[Place, Moments] = {}
+    for event in (event for rank in events for event in rank):
+        if event.place not in found:
+            found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype)
+        together = found[event.place]
+        together.elements += event.elements
+        together.total += event.total
+        together.magnitude += event.magnitude
+        together.squares += event.squares
+    return found
+
+
+def difference(here: Moments, there: Moments) -> float | None:
+    """Return how far the moments of a layout are from those of one process, relative to their size.
+
+    Returns:
+        None where the layout's elements are no whole multiple of one process's: these cannot be compared.
+    """
+    if there.elements == 0 or here.elements % there.elements:
+        return None
+    copies = here.elements // there.elements
+    if there.dims == 0:
+        # A mean over a rank's samples, of which one process has the mean; or its part of a sum over all of them.
+        return min(_off(here.total / copies, there.total), _off(here.total, there.total))
+    return max(
+        _off(here.total / copies, there.total, there.magnitude),
+        _off(here.magnitude / copies, there.magnitude),
+        _off(here.squares / copies, there.squares),
+    )
+
+
+def _off(ours: float, theirs: float, size: float | None = None) -> float:
+    """Return the difference of two numbers relative to a size, by default that of the second; nan equals nan."""
+    if ours != ours or theirs != theirs:
+        return 0.0 if ours != ours and theirs != theirs else float("inf")
+    return abs(ours - theirs) / max(abs(theirs) if size is None else size, 1e-300)

@@ -1,0 +1,103 @@
+"""Batches: the samples in them as hashes, and the batches of several ranks joined into one.
+
+A sample is what one index along the first dim of a batch's tensors selects. Two samples are the same if the bytes of
+all their tensors are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class NotJoinable(ValueError):
+    """The refusal to join batches whose tensors differ in more than their first dim."""
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nest of mappings, sequences and dataclass-like objects, in order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [tensor for key in batch for tensor in tensors_of(batch[key])]
+    if isinstance(batch, (list, tuple)):
+        return [tensor for value in batch for tensor in tensors_of(value)]
+    return []
+
+
+def map_batch(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with every tensor changed; what is no tensor stays."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: map_batch(value, change) for key, value in batch.items()}
+        return _like(batch, changed)
+    if isinstance(batch, (list, tuple)):
+        return _like(batch, [map_batch(value, change) for value in batch])
+    return batch
+
+
+def sample_hashes(batch: Any) -> list[str]:
+    """Return a hash of each sample, in order; one for the whole batch where its tensors have no common first dim."""
+    tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(batch) if tensor.ndim > 0]
+    if not tensors:
+        return []
+    samples = tensors[0].shape[0]
+    if any(tensor.shape[0] != samples for tensor in tensors):
+        return [_hash(tensors)]
+    return [_hash(tensor[index] for tensor in tensors) for index in range(samples)]
+
+
+def _hash(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Return one batch of all samples of several, in their order.
+
+    Raises:
+        NotJoinable: tensors of other shapes behind the first dim, or batches of other structure.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return _join_tensors(batches)
+    if isinstance(first, Mapping):
+        if any(set(batch) != set(first) for batch in batches):
+            raise NotJoinable("the ranks' batches have different keys")
+        return _like(first, {key: join([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, (list, tuple)):
+        if not tensors_of(first):  # a list of names, one for each sample
+            return _like(first, [value for batch in batches for value in batch])
+        if any(len(batch) != len(first) for batch in batches):
+            raise NotJoinable("the ranks' batches have different lengths")
+        return _like(first, [join(values) for values in zip(*batches, strict=True)])
+    return first
+
+
+def _join_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0]
+    if first.ndim == 0:
+        return first
+    if any(tensor.shape[1:] != first.shape[1:] for tensor in tensors):
+        shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in tensors}))
+        raise NotJoinable(f"the ranks' batches have tensors of shapes {shapes}")
+    return torch.cat(list(tensors))
+
+
+def _like(batch: Any, values: Any) -> Any:
+    """Return values in the type of a batch: a namedtuple, a BatchEncoding, or a plain one."""
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    try:
+        return type(batch)(values)
+    except TypeError:
+        return values

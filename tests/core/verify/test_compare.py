@@ -1,0 +1,225 @@
+"""Records that differ in one thing: where a layout parts from one process, and what is said to have caused it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from smp_core.verify.activations import Activations, difference, over_ranks
+from smp_core.verify.causes import likely_causes
+from smp_core.verify.compare import Comparison, compare
+from smp_core.verify.recorder import Record, turn_off_dropout
+from smp_core.verify.report import Report
+from smp_core.verify.tolerance import tolerance_of
+
+FLOAT64 = tolerance_of({}, float64=True)
+
+
+def a_record(rank: int, data_size: int) -> Record:
+    """One step of a model of two linear layers, as a rank of `data_size` or as one process sees it."""
+    generator = torch.Generator().manual_seed(0)
+    names = ("first.weight", "second.weight")
+    start = {name: torch.randn(3, 3, generator=generator, dtype=torch.float64) for name in names}
+    gradients = {name: torch.randn(3, 3, generator=generator, dtype=torch.float64) for name in names}
+    first = {name: start[name] - 0.1 * gradients[name] for name in names}
+    samples = ["a", "b"]
+    return Record(
+        rank,
+        data_size,
+        data_rank=rank,
+        data_size=data_size,
+        losses=[[2.0]],
+        norms=[1.0],
+        samples=[samples if data_size == 1 else [samples[rank]]],
+        natural=samples if data_size == 1 else None,
+        gradients=gradients,
+        start=start,
+        first=first,
+        end=first,
+        digests={name: (float(value.sum()), 0.0) for name, value in first.items()},
+        metrics={"seen": 2.0},
+        facts={"frozen": [], "BatchNorm per rank": [], "dtypes": ["float64"], "degrees": {"shard": data_size}},
+    )
+
+
+def compared(change: Callable[[list[Record]], None]) -> Comparison:
+    ranks = [a_record(rank, 2) for rank in range(2)]
+    change(ranks)
+    alone = a_record(0, 1)
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    found.causes = likely_causes(found, ranks, alone)
+    return found
+
+
+def test_equal_records_agree() -> None:
+    found = compared(lambda ranks: None)
+    assert found.agrees and found.causes == []
+    assert all(row.agrees is not False for row in found.rows)
+
+
+def scale_loss(ranks: list[Record]) -> None:
+    for record in ranks:
+        record.losses = [[1.0]]
+
+
+def read_twice(ranks: list[Record]) -> None:
+    ranks[1].samples = [["a"]]
+
+
+def other_start(ranks: list[Record]) -> None:
+    ranks[0].start["first.weight"][0, 0] += 1e-6
+
+
+def scale_gradients(ranks: list[Record]) -> None:
+    gradients = ranks[0].gradients
+    assert gradients is not None
+    ranks[0].gradients = {name: 2 * value for name, value in gradients.items()}
+
+
+def one_gradient(ranks: list[Record]) -> None:
+    gradients = ranks[0].gradients
+    assert gradients is not None
+    gradients["second.weight"] = gradients["second.weight"] + 1.0
+
+
+def no_gradient(ranks: list[Record]) -> None:
+    gradients = ranks[0].gradients
+    assert gradients is not None
+    gradients["second.weight"].zero_()
+
+
+def freeze(ranks: list[Record]) -> None:
+    ranks[0].facts["frozen"] = ["first.weight"]
+    assert ranks[0].gradients is not None
+    del ranks[0].gradients["first.weight"]
+
+
+def double_updates(ranks: list[Record]) -> None:
+    record = ranks[0]
+    record.first = record.end = {name: 2 * value - record.start[name] for name, value in record.first.items()}
+
+
+def round_weights(ranks: list[Record]) -> None:
+    record = ranks[0]
+    record.first = record.end = {name: value.bfloat16().double() for name, value in record.end.items()}
+
+
+def part_replicas(ranks: list[Record]) -> None:
+    ranks[1].digests["first.weight"] = (0.0, 0.0)
+
+
+def part_buffers(ranks: list[Record]) -> None:
+    for record in ranks:
+        record.buffers = {"norm.running_mean": (float(record.rank), 0.0)}
+        record.facts["BatchNorm per rank"] = ["norm"]
+
+
+def sum_metric(ranks: list[Record]) -> None:
+    ranks[0].metrics["seen"] = 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "where", "cause"),
+    [
+        (scale_loss, "loss", "", "wrong divisor: the loss is a sum"),
+        (read_twice, "samples", "", "data order"),
+        (other_start, "start", "first.weight", "initial weights"),
+        (scale_gradients, "gradients", "first.weight", "wrong divisor: all gradients are 2 times"),
+        (one_gradient, "gradients", "second.weight", "lost hook"),
+        (no_gradient, "gradients", "second.weight", "frozen part or lost hook"),
+        (freeze, "gradients", "first.weight", "frozen part"),
+        (double_updates, "weights", "", "learning rate: all updates are 2 times"),
+        (round_weights, "weights", "", "half-precision masters"),
+        (part_replicas, "replicas", "first.weight", "missing sync"),
+        (part_buffers, "buffers", "norm.running_mean", "BatchNorm per rank"),
+        (sum_metric, "metrics", "seen", "a metric that sums: seen is 2 times"),
+    ],
+)
+def test_a_difference_is_found_with_its_place_and_cause(
+    change: Callable[[list[Record]], None], what: str, where: str, cause: str
+) -> None:
+    found = compared(change)
+    assert found.part is not None and found.part.what == what
+    assert found.part.where == where or not where
+    assert found.causes and found.causes[0].startswith(cause)
+    assert "PARTS from one process" in str(Report([found]))
+
+
+def test_the_earliest_step_counts() -> None:
+    """A loss of step 2 comes before gradients in the table, and behind those of step 1 in time."""
+
+    def later(ranks: list[Record]) -> None:
+        for record in ranks:
+            record.losses, record.norms = [[2.0], [3.0]], [1.0, 1.0]
+        one_gradient(ranks)
+
+    ranks = [a_record(rank, 2) for rank in range(2)]
+    later(ranks)
+    alone = a_record(0, 1)
+    alone.losses, alone.norms, alone.samples = [[2.0], [2.0]], [1.0, 1.0], [["a", "b"], []]
+    for record in ranks:
+        record.samples.append([])
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    assert found.part is not None and (found.part.step, found.part.what) == (1, "gradients")
+
+
+class Net(nn.Module):
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1)
+        self.centred = centred
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        if self.centred:
+            x = x - x.mean(0)
+        return self.second(x)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(centred: bool) -> None:
+    """The first difference is what is computed between two modules, in the forward of the one around them."""
+    torch.manual_seed(0)
+    model = Net(centred).double()
+    assert turn_off_dropout(model) == ["drop"]
+    data = torch.randn(8, 4, dtype=torch.float64)
+    runs = []
+    for batches in ([data], list(data.chunk(2))):
+        events = []
+        for batch in batches:
+            seen = Activations(model)
+            model(batch)
+            seen.close()
+            events.append(seen.events)
+        runs.append(events)
+    together = over_ranks(runs[1])
+    apart = [event.place[:2] for event in runs[0][0] if (difference(together[event.place], event) or 0.0) > 1e-9]
+    assert apart[:1] == ([("into", "second")] if centred else [])
+
+
+def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
+    model = Net(False)
+    seen = Activations(model)
+    model(torch.randn(2, 4))
+    seen.close()
+    assert seen.draws == ["drop"]
+
+
+def test_copies_and_means_of_copies_are_no_difference() -> None:
+    """What several ranks hold whole counts once; a mean of each rank's samples is averaged."""
+    model = nn.MSELoss()
+    runs = []
+    data = torch.randn(4, dtype=torch.float64)
+    for part in (data, *data.chunk(2)):
+        seen = Activations(model)
+        model(part.clone().requires_grad_(), torch.zeros_like(part))
+        seen.close()
+        runs.append(copy.copy(seen.events))
+    (alone, *ranks) = runs
+    loss = next(event for event in alone if not event.goes_in)
+    assert difference(over_ranks(ranks)[loss.place], loss) == pytest.approx(0.0, abs=1e-12)
+    assert difference(over_ranks([alone, alone])[loss.place], loss) == 0.0
