@@ -198,7 +198,7 @@ def fms_fsdp(path: Path) -> list[Case]:
 
 
 def not_fitted(cases: list[Case]) -> dict[str, Any]:
-    """How far the planner's own constants are off a program that they were not fitted on."""
+    """Return the errors of the planner's own constants on a program that they were not fitted on."""
     errors = errors_of(cases, {})
     rows = [{**case.row, "error": error} for case, error in zip(cases, errors, strict=True)]
     return {"mape": mape(errors), "worst": max(errors, key=abs), "rows": rows}

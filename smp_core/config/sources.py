@@ -22,7 +22,7 @@ logger = logging.getLogger("smp")
 VARIABLE_PREFIX = "SMP_"
 CONFIG_FILE_VARIABLE = "SMP_CONFIG_FILE"
 # SMP_* variables that other parts of torch-smp read and that are no knobs.
-OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "SMP_RANKS_PER_NODE", "SMP_LINKS", "SMP_MEMORY_FOLDER")
+OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "SMP_RANKS_PER_NODE", "SMP_LINKS", "SMP_MEMORY_FOLDER", "SMP_VERIFY")
 YAML_SECTION = "smp_config"
 
 

@@ -64,7 +64,7 @@ FITTED = Fitted()
 
 @dataclass(frozen=True)
 class Band:
-    """How far off a step's time may be: the mean error, as a share, on the runs of a program that is like it."""
+    """The mean error of planned step times, as a share, on the runs of a program that is like the asked one."""
 
     share: float
     program: str

@@ -335,6 +335,7 @@ class Recorder:
 
 
 _PLAIN = SmpConfig()
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # _BatchNorm: torch has no public class over the three
 
 
@@ -365,7 +366,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         knobs = [key for key, value in vars(module).items() if "dropout" in key.lower() and _is_share(value)]
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # no public class over the dropout layers
+        if isinstance(module, _DROPOUTS):
             knobs.append("p")
         on = [key for key in knobs if getattr(module, key) > 0]
         for key in on:
@@ -407,4 +408,4 @@ def end_process(status: int = 0) -> None:
     """End this process at once: the script's own end, with its evaluations and saves, is not wanted."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status)  # os._exit: no handler of the script's may run, and exceptions could be caught

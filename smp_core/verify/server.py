@@ -66,7 +66,7 @@ def _start(what: dict[str, Any]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(status)  # os._exit: the forked child is not to go on as a second server
     raise AssertionError
 
 
