@@ -365,7 +365,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         knobs = [key for key, value in vars(module).items() if "dropout" in key.lower() and _is_share(value)]
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # no public class over the dropout layers
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # _DropoutNd: no public class over the dropout layers
             knobs.append("p")
         on = [key for key in knobs if getattr(module, key) > 0]
         for key in on:
@@ -404,7 +404,7 @@ def refuse(words: str) -> None:
 
 
 def end_process(status: int = 0) -> None:
-    """End this process at once: the script's own end, with its evaluations and saves, is not wanted."""
+    """End this process at once, by ``os._exit``: the script's own end, with its evaluations and saves, is not wanted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
