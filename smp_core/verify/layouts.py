@@ -52,12 +52,15 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
     per_node = given.pop("ranks_per_node", None)
     asked = given.pop("ranks", ranks)
     config = SmpConfig.from_dict(given)
+    # A shard degree that nothing gives is the smallest that the other axes allow.
     degrees = {name: getattr(config, name) for name in DEGREES}
     shard = degrees["shard_degree"]
     if shard == "auto" and "shard_degree" not in given:
         shard = given["shard_degree"] = max(1, degrees["context_parallel_degree"])
+    # Ranks that hold one copy of the model; a word for the shard degree is counted as 2.
     one_copy = config.tensor_parallel_degree * config.pipeline_parallel_degree
     one_copy *= shard if isinstance(shard, int) else 2
+    # Two replicas where eight ranks have room for them.
     if asked is None:
         size = min(max(2 * one_copy, 2), MOST_RANKS)
         size = one_copy * max(1, size // one_copy)
@@ -70,6 +73,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
         )
     if size > 4 * MOST_RANKS:
         raise ValueError(f"layout {layout!r}: {size} ranks on one machine; allowed: up to {4 * MOST_RANKS}")
+    # "node" shows something only where there are two of them.
     if shard == "node" and per_node is None:
         per_node = max(1, size // 2)
     knobs = {**dict.fromkeys(DEGREES[1:], 1), **given}
@@ -117,7 +121,9 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
         degrees: as a script asks for them; the shard degree may be a word.
         world: ranks that the script would have; 0 where it leaves that to its launcher.
     """
+    # Every axis but the shards: 2 shows all that more ranks would.
     small = {name: 2 if degrees[name] > 1 else 1 for name in DEGREES[1:]}
+    # Shards: the context ranks are among them.
     shard, context = degrees["shard_degree"], small["context_parallel_degree"]
     if shard == "world":
         small_shard, replicas = max(2, context), 1
@@ -127,6 +133,7 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
         replicas = 1 if outside == 1 and shard > 1 else 2
     else:
         small_shard, replicas = max(2, context), 2
+    # Shards give way before anything else does where eight ranks are too few; then the replicas.
     one_copy = small_shard * small["tensor_parallel_degree"] * small["pipeline_parallel_degree"]
     while one_copy > MOST_RANKS and small_shard > context:
         one_copy, small_shard = one_copy // 2, small_shard // 2

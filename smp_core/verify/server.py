@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _start(what: dict[str, Any]) -> int:
-    """Fork a child that trains. Returns its process id."""
+    """Fork a child that trains, and that ends by ``os._exit``: this process's own end is not its. Returns its id."""
     child = os.fork()
     if child:
         return child

@@ -70,6 +70,7 @@ class Verification:
 
     def compare(self, trial: Trial) -> Comparison:
         """Run one layout and one process, and compare them."""
+        # The ranks go first: what they read decides what the one process trains on.
         asked = self._request("ranks", ranks=trial.ranks, knobs=dict(trial.knobs))
         self.say(trial.words)
         try:
@@ -79,6 +80,7 @@ class Verification:
             found.note(Row("run", "it did not come to its steps", agrees=False), Part(0, "run", "", str(error)))
             return found
         ranks = [read_record(asked.folder, rank) for rank in range(trial.ranks)]
+        # Then one process, or the record of one that trained on the same batches for an earlier layout.
         alone, how = self._one_process(asked, ranks)
         found = compare(trial.words, ranks, alone, self._tolerance(ranks[0], alone), how == _ONE_BY_ONE)
         found.reference = how
@@ -89,6 +91,7 @@ class Verification:
 
     def _one_process(self, asked: Request, ranks: Sequence[Record]) -> tuple[Record, str]:
         """Train in one process on what the ranks read, or return the record of a run that did."""
+        # A run of one process depends on what was read, and on how BatchNorm normalised it.
         read = str([(record.data_rank, record.samples) for record in ranks if record.data_size])
         read += str(ranks[0].facts.get("BatchNorm"))
         for how in (_JOINED, _ONE_BY_ONE):
@@ -99,7 +102,7 @@ class Verification:
             except RunFailed as error:
                 if how == _ONE_BY_ONE or not str(error).startswith(NOT_JOINABLE):
                     raise
-                continue
+                continue  # batches of different lengths: micro-batches are the next try
             self.alone[read + how] = record
             return record, how
         raise AssertionError
@@ -121,6 +124,7 @@ class Verification:
         except RunFailed:
             return
         again = compare(found.words, ranks, alone, found.tolerance, one_by_one=True)
+        # Buffers of BatchNorm average over micro-batches, and may differ where everything else agrees.
         if again.agrees or (again.part is not None and again.part.what == "buffers"):
             found.causes.insert(
                 0,
@@ -176,18 +180,21 @@ def verify_command(
     Raises:
         ValueError: a layout that is none; a run that did not come to its steps, with the end of its output.
     """
+    # What is asked for is looked at before any process starts.
     if steps < 1:
         raise ValueError(f"steps={steps}: write a number from 1 up")
     if devices and not torch.cuda.is_available():
         raise ValueError("--devices: this machine has none that torch can use; leave it out to verify on CPU ranks")
     began = time.monotonic()
     trials = [read_layout(layout, ranks) for layout in layouts]
+    # Records lie in a folder that goes with this call; the server's processes have imported what the script will.
     with contextlib.ExitStack() as around:
         folder = Path(around.enter_context(tempfile.TemporaryDirectory(prefix="smp-verify-")))
         serving = server or around.enter_context(Server(modules_for(command)))
         runs = Runs(serving, list(command), limit)
         verification = Verification(runs, folder, steps, float64, keep_dropout, not devices, say)
         comparisons = [verification.compare(trial) for trial in trials or [verification.own_layout()]]
+    # Under the table: what a run of one process told about the script, and what was compared.
     notes = [note for record in [*verification.alone.values()][:1] for note in facts_in_words(record.facts)]
     notes.append(f"{steps} steps; samples, activations and gradients of every parameter in step 1, weights at the end")
     return Report(comparisons, notes, time.monotonic() - began)
@@ -211,6 +218,7 @@ def verify_call(
             f"verify starts other processes and cannot send them what it was given ({error}); give a function at the "
             "top of a module that makes it"
         ) from error
+    # By its name in __main__ a function would be looked up in the child's own __main__.
     if b"__main__" in call:
         raise ValueError(
             "verify starts other processes, which cannot import what is defined in __main__; move the module and its "
@@ -219,6 +227,7 @@ def verify_call(
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as folder:
         file = Path(folder) / "call"
         file.write_bytes(call)
+        # The children import what this process can import.
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         try:
