@@ -404,7 +404,7 @@ def refuse(words: str) -> None:
 
 
 def end_process(status: int = 0) -> None:
-    """End this process at once, by ``os._exit``: the script's own end, with its evaluations and saves, is not wanted."""
+    """End this process at once (``os._exit``): the script's own end, with evaluations and saves, is not wanted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
