@@ -9,9 +9,11 @@ threads. It reads one JSON line for each order and answers with one: {"start": {
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -27,16 +29,22 @@ def main() -> None:
         importlib.import_module(FACES[name][0])
     orders, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports and children print is no answer
+    started: list[int] = []
     ended: dict[int, int] = {}
     for line in orders:
         order = json.loads(line)
         if "start" in order:
             answer: Any = _start(order["start"])
+            started.append(answer)
         else:
             _reap(ended)
             answer = ended
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+    _reap(ended)
+    for child in set(started) - ended.keys():  # whoever gave the orders was killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
 
 
 def _start(what: dict[str, Any]) -> int:
