@@ -36,6 +36,7 @@ from tests.harness import ROOT
 HEADS, TOKENS, WORDS = 4, 32, 96
 TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS, "attn_pdrop": 0.0}
 SETTING = ("32x8:a100-40g@400gbps", Workload(2048, 1536))
+SHARDED: dict[str, Any] = {"pipeline": 1, "tensor": 1}
 MIB = 2**20
 
 
@@ -51,6 +52,12 @@ def large() -> ModelTrace:
 
 @pytest.fixture(scope="module")
 def planned(large: ModelTrace) -> planner.Recommendation:
+    return plan(large, *SETTING, fixed=SHARDED)
+
+
+@pytest.fixture(scope="module")
+def example(large: ModelTrace) -> planner.Recommendation:
+    """The plan of examples/plan_gpt2_30b.md, of 70,000 configurations: for slow tests."""
     return plan(large, *SETTING)
 
 
@@ -223,7 +230,7 @@ def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
         for each in [found.chosen, *found.alternatives]:
             ranks = each.plan.layout.replicate * each.plan.layout.shard
             assert each.micro_batch * each.count * ranks == work.global_batch
-    again = plan(large, *SETTING).chosen
+    again = plan(large, *SETTING, fixed=SHARDED).chosen
     assert again.knobs == planned.chosen.knobs and again.time == planned.chosen.time
 
 
@@ -237,10 +244,11 @@ def test_eight_billion_parameters_over_slow_links_are_a_replica_for_each_node(de
     assert found.alternatives[0].time.total < found.chosen.time.total
 
 
-def test_the_page_of_the_example_is_what_the_command_writes(planned: planner.Recommendation) -> None:
+@pytest.mark.slow
+def test_the_page_of_the_example_is_what_the_command_writes(example: planner.Recommendation) -> None:
     from smp_core.planner.explain import as_yaml
 
-    found = replace(planned, model="gpt2-30b")
+    found = replace(example, model="gpt2-30b")
     assert as_yaml(found) in Path(ROOT, "examples", "plan_gpt2_30b.md").read_text(encoding="utf-8")
 
 
@@ -319,8 +327,8 @@ def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> Non
 
 
 @pytest.mark.slow
-def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
-    found = planned
+def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(example: planner.Recommendation) -> None:
+    found = example
     assert "step time (tensor +" in found.why_not(tensor=8)
     assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
     assert "step time (replicas +" in found.why_not(shard=1)  # with stages it fits
