@@ -101,6 +101,8 @@ class SharedSequencesTrainerMixin(_Base):
         counted = []
         for batch in batch_samples:
             labels = labels_within_documents(batch)
+            # Whether a row's first label counts is Trainer's own decision, by the class of the model.
+            labels[:, 0] = batch["labels"][:, 0]
             # Peers may have other samples than the first, whose batch it is.
             counted.append({"labels": labels if context.group.rank == 0 else torch.full_like(labels, -100)})
         number = super()._get_num_items_in_batch(counted, device)
