@@ -45,6 +45,7 @@ def sample_hashes(batch: Any) -> list[str]:
     tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(batch) if tensor.ndim > 0]
     if not tensors:
         return []
+    # Without a common first dim nothing says what one sample is.
     samples = tensors[0].shape[0]
     if any(tensor.shape[0] != samples for tensor in tensors):
         return [_hash(tensors)]
@@ -54,6 +55,7 @@ def sample_hashes(batch: Any) -> list[str]:
 def _hash(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
+        # Dtype and shape too: equal bytes of another shape are another sample.
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -65,6 +67,7 @@ def join(batches: Sequence[Any]) -> Any:
     Raises:
         NotJoinable: tensors of other shapes behind the first dim, or batches of other structure.
     """
+    # Leaves are concatenated, and nests joined key by key or place by place.
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -86,7 +89,7 @@ def join(batches: Sequence[Any]) -> Any:
 def _join_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     if first.ndim == 0:
-        return first
+        return first  # a number that belongs to no sample
     if any(tensor.shape[1:] != first.shape[1:] for tensor in tensors):
         shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in tensors}))
         raise NotJoinable(f"the ranks' batches have tensors of shapes {shapes}")

@@ -28,6 +28,7 @@ def likely_causes(found: Comparison, ranks: Sequence[Record], alone: Record) -> 
         "metrics": _of_metrics,
     }
     causes = list(by_kind[found.part.what](found, found.part, ranks, alone))
+    # Replicas that hold different weights explain whatever else differs.
     if found.part.what not in ("samples", "replicas") and _replicas_differ(found):
         causes.insert(0, _MISSING_SYNC)
     return list(dict.fromkeys(causes))
@@ -77,12 +78,14 @@ def _of_activations(found: Comparison, part: Part, ranks: Sequence[Record], alon
             f"BatchNorm per rank: {name} normalises with the statistics of its rank's samples; use "
             "Trainer(sync_batchnorm=True) or convert_sync_batchnorm, or a norm without batch statistics"
         )
+    # Random numbers come first: nothing else can be judged while they differ.
     draws = {drawn for record in (*ranks, alone) for drawn in record.draws}
     if any(_is_around(drawn, name) for drawn in draws):
         yield (
             f"random numbers: {name} draws them in its forward (dropout that is still on, noise, masks), and ranks "
             "draw others than one process; numbers can agree only without"
         )
+    # Then what each axis cuts: tokens, features, samples.
     if degrees.get("context", 1) > 1:
         yield (
             f"positions: {name or 'the model'} makes positions, a mask or a sum over tokens from the local length, "
@@ -108,6 +111,7 @@ def _is_around(drawn: str, name: str) -> bool:
 
 def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
     ours, theirs = losses_of(ranks)[part.step - 1], losses_of([alone])[part.step - 1]
+    # A loss that is off by the number of ranks with other samples or tokens is divided wrongly.
     factor = theirs / ours if ours else math.inf
     size = ranks[0].data_size * ranks[0].facts.get("degrees", {}).get("context", 1)
     if part.step == 1:
@@ -123,23 +127,27 @@ def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Reco
             "in-batch negatives, or a term computed from one rank's samples only"
         )
     else:
+        # The first step agreed: what it left behind did not.
         yield from _of_weights(found, part, ranks, alone)
         yield f"a state that grows apart before step {part.step}: buffers, a schedule counted in batches, an average"
 
 
 def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
     ours, theirs = ranks[0].gradients, alone.gradients
+    # Without the gradients themselves only their norms are known.
     if part.step > 1 or ours is None or theirs is None:
         factor = ranks[0].norms[part.step - 1] / max(alone.norms[part.step - 1], 1e-30)
         if not _near(factor, 1.0) and _is_simple(factor):
             yield f"wrong divisor: gradients are {factor:.4g} times those of one process"
         yield from _of_weights(found, part, ranks, alone)
         return
+    # Which parameters differ, which have no gradient at all, and by what factor the others are off.
     off = gradient_differences(ours, theirs, found.tolerance)
     parted = [name for name, value in off.items() if value > found.tolerance.gradients]
     lost = [name for name in parted if name in ours and norm(ours[name]) == 0.0 < norm(theirs.get(name, ours[name]))]
     factors = {name: _factor(ours[name], theirs[name]) for name in parted if name in ours and name in theirs}
     common = _common(list(factors.values()))
+    # The words of requires_grad are certain; a gradient of zeros is nearly so.
     frozen = set(ranks[0].facts["frozen"]) ^ set(alone.facts["frozen"])
     if frozen & set(parted):
         yield (
@@ -154,6 +162,7 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
             "sharded, a hook on a parameter that was replaced, a detach that depends on the rank)"
         )
         return
+    # A few parameters point to their own code, all of them to the loss or the sum over ranks.
     few = len(parted) < len(off)
     if few:
         yield (
@@ -171,6 +180,7 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
 
 def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
     first = ranks[0]
+    # Updates, not weights: a weight that was never trained agrees with itself.
     ours, theirs = (first.first, alone.first) if part.step == 1 else (first.end, alone.end)
     here, there = updates(ours, first.start), updates(theirs, alone.start)
     still = [name for name, value in here.items() if norm(value) == 0.0 < norm(there[name])]
@@ -185,6 +195,7 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"frozen part: {', '.join(moved[:3])} stand still on one process and are trained at this layout "
             "(unfrozen, or given to the optimizer, where there are several ranks)"
         )
+    # Half precision shows in what the optimizer is given, or in values that bfloat16 can hold.
     half = [dtype for dtype in (*first.facts.get("dtypes", []), *alone.facts.get("dtypes", [])) if "16" in dtype]
     rounded = [name for name, value in first.end.items() if _is_rounded(value) and not _is_rounded(alone.end[name])]
     if half or rounded:
@@ -193,6 +204,7 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"half-precision masters: {which}; a step in half precision rounds small updates away where one process "
             "keeps them, or the other way round; see master_dtype"
         )
+    # One factor for all updates is a rate, not an optimizer.
     factors = {name: _factor(here[name], there[name]) for name in here if norm(there[name]) > 0.0}
     common = _common(list(factors.values()))
     if common is not None and not _near(common, 1.0):
@@ -242,6 +254,7 @@ def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     size = norm(theirs)
     if size == 0.0:
         return math.nan
+    # Least squares: the factor of the projection, and how much of ours is not along theirs.
     factor = float((ours.double() * theirs.double()).sum()) / size**2
     rest = norm(ours.double() - factor * theirs.double()) / size
     return factor if rest <= 2e-2 * max(abs(factor), 1e-3) else math.nan
@@ -249,7 +262,7 @@ def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _common(factors: Sequence[float]) -> float | None:
     """Return the one factor that nearly all have, within two percent; None where there are different ones."""
-    known = sorted(factor for factor in factors if factor == factor)
+    known = sorted(factor for factor in factors if factor == factor)  # without nan
     if not known:
         return None
     middle = known[len(known) // 2]

@@ -97,6 +97,7 @@ def compare(
     """
     if one_by_one:
         alone = replace(alone, events=[*over_ranks([in_fewer_calls(alone.events, ranks[0].data_size)]).values()])
+    # In the order in which a step computes, so that the first difference is where the two part.
     found = Comparison(words, tolerance)
     first = ranks[0]
     found.missing += sorted({each for record in ranks for each in record.missing})
@@ -116,6 +117,7 @@ def compare(
 
 
 def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
+    # Ranks that hold one batch together have to have read the same.
     readers = {record.data_rank: record for record in reversed(ranks)}
     for record in ranks:
         if record.samples != readers[record.data_rank].samples:
@@ -124,6 +126,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
             )
             found.note(Row("samples", words, agrees=False), Part(1, "samples", "", words))
             return
+    # Ranks that hold different batches have to share no sample.
     for step in range(len(alone.samples)):
         counts = Counter(hash_ for reader in readers.values() for hash_ in reader.samples[step])
         inside = Counter(hash_ for reader in readers.values() for hash_ in set(reader.samples[step]))
@@ -132,6 +135,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
             words = f"{len(shared)} of {len(counts)} samples of step {step + 1} are read by several ranks"
             found.note(Row("samples", words, agrees=False), Part(step + 1, "samples", "", words))
             return
+    # All ranks together have to read what one process reads, step by step.
     consumed = [Counter(h for reader in readers.values() for h in reader.samples[s]) for s in range(len(alone.samples))]
     total = sum(sum(step.values()) for step in consumed)
     if not total:
@@ -173,6 +177,7 @@ def _is_float(tensor: torch.Tensor) -> bool:
 
 
 def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
+    # Names first: another model cannot be compared.
     missing = sorted(alone.start.keys() ^ first.start.keys())
     if missing:
         words = f"{_names(missing)}: only in one of the two models"
@@ -196,6 +201,7 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
     together = _moments_of(ranks, alone)
     limit, compared, skipped, worst = found.tolerance.activations, 0, [], 0.0
     part: Part | None = None
+    # In the order of the calls, so that the first module that is off is the one that made it.
     for there in alone.events:
         here = together.get(there.place)
         off = None if here is None else difference(here, there)
