@@ -79,7 +79,8 @@ def real_meshes() -> Iterator[None]:
 @contextlib.contextmanager
 def trials_apart() -> Iterator[None]:
     """Let DTensor try operations on whole shapes in a fake mode of its own, by which allocations tell them from a
-    step's: torch 2.11 tries them in the mode that is active. No public name says where it does."""
+    step's: torch 2.11 tries them in the mode that is active. ``_sharding_prop`` asks for that mode; no public name
+    does."""
     detect = _sharding_prop.detect_fake_mode
     _sharding_prop.detect_fake_mode = lambda *_: None
     try:
