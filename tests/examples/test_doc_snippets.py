@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from smp_core.config import SmpConfig
@@ -106,6 +107,8 @@ def keywords_of(called: Any) -> set[str]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
         found |= set(SmpConfig.knobs())
+        if "trainer_arguments" in found:
+            found |= keywords_of(Trainer)
     return found
 
 
