@@ -12,7 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from smp_core.config import Clash, SmpConfig
-from smp_core.plan import ModelDraft, Plan, Shapes, Stages, Subject, asked_for, came_sharded, chunks_of, describe_stages
+from smp_core.plan import (
+    FOREIGN_FP8,
+    SYMMETRIC_MEMORY,
+    ModelDraft,
+    Plan,
+    Shapes,
+    Stages,
+    Subject,
+    asked_for,
+    came_sharded,
+    chunks_of,
+    describe_stages,
+)
 from smp_core.plan.chain import Chain
 
 
@@ -32,24 +44,14 @@ class PipelineParallelism(Subject):
     page = "pipeline-parallelism.md"
     knobs = ("pipeline_parallel_degree", "pipeline")
     apart = (
-        Clash(
-            "fp8",
-            "FP8 layers of other libraries (`fp8.backend`)",
-            asked_for("fp8.backend", unless="native"),
-            "write fp8={'backend': 'native'}",
-        ),
+        FOREIGN_FP8,
         Clash(
             "sharding",
             "units that some ranks leave out (`units.optional`)",
             _leaves_units_out,
             "leave it out: stages take every batch through all blocks",
         ),
-        Clash(
-            "communication",
-            "`collectives.symmetric_memory`",
-            asked_for("collectives.symmetric_memory"),
-            "leave it out",
-        ),
+        SYMMETRIC_MEMORY,
         Clash(
             "sharding",
             "`forward_methods`",

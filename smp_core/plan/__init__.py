@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from smp_core.plan.shapes import Shapes as Shapes
     from smp_core.plan.stages import Stages as Stages
     from smp_core.plan.subject import (
+        FOREIGN_FP8 as FOREIGN_FP8,
+        SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
         Finding as Finding,
         Subject as Subject,
         asked_for as asked_for,

@@ -106,6 +106,20 @@ def asked_for(knob: str, unless: Any = None) -> Callable[[ModelDraft], str | Non
     return found
 
 
+FOREIGN_FP8: Clash[ModelDraft] = Clash(
+    "fp8",
+    "FP8 layers of other libraries (`fp8.backend`)",
+    asked_for("fp8.backend", unless="native"),
+    "write fp8={'backend': 'native'}",
+)
+"""A clash of several axes: their refusal of another library's FP8 layers, in the same words."""
+
+SYMMETRIC_MEMORY: Clash[ModelDraft] = Clash(
+    "communication", "`collectives.symmetric_memory`", asked_for("collectives.symmetric_memory"), "leave it out"
+)
+"""A clash of several axes: their refusal of symmetric memory, in the same words."""
+
+
 def came_sharded(draft: ModelDraft) -> str | None:
     """Return a pre-sharded model in words; None: it is none. For :attr:`Clash.found`."""
     return None if draft.given is None else f"a model that came sharded ({draft.shapes.kind})"

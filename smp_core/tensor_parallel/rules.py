@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from smp_core.config import Clash, SmpConfig, TensorParallel
-from smp_core.plan import ModelDraft, Subject, asked_for, came_sharded
+from smp_core.plan import FOREIGN_FP8, SYMMETRIC_MEMORY, ModelDraft, Subject, asked_for, came_sharded
 from smp_core.topology import Topology
 
 
@@ -74,12 +74,7 @@ class TensorParallelism(Subject):
             asked_for("compile.fullgraph"),
             "write compile={'fullgraph': false}: split layers are not compiled",
         ),
-        Clash(
-            "fp8",
-            "FP8 layers of other libraries (`fp8.backend`)",
-            asked_for("fp8.backend", unless="native"),
-            "write fp8={'backend': 'native'}",
-        ),
+        FOREIGN_FP8,
         Clash(
             "fp8",
             "`tensor_parallel.plan='infer'`",
@@ -98,12 +93,7 @@ class TensorParallelism(Subject):
             _keeps_fused_products,
             "write activations='full', or tensor_parallel={'overlap': 'sums'}",
         ),
-        Clash(
-            "communication",
-            "`collectives.symmetric_memory`",
-            asked_for("collectives.symmetric_memory"),
-            "leave it out",
-        ),
+        SYMMETRIC_MEMORY,
         Clash(
             "sharding",
             "models that came sharded",

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smp_core.cluster import DEGREES
 from smp_core.config import SmpConfig
 from smp_core.verify.recorder import end_process
-from smp_core.verify.request import DEGREES, Request
+from smp_core.verify.request import Request
 
 MOST_RANKS = 8
 _LOOK = "look.json"
+_KNOBS = ("shard_degree", *DEGREES.values())
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
     asked = given.pop("ranks", ranks)
     config = SmpConfig.from_dict(given)
     # A shard degree that nothing gives is the smallest that the other axes allow.
-    degrees = {name: getattr(config, name) for name in DEGREES}
+    degrees = {name: getattr(config, name) for name in _KNOBS}
     shard = degrees["shard_degree"]
     if shard == "auto" and "shard_degree" not in given:
         shard = given["shard_degree"] = max(1, degrees["context_parallel_degree"])
@@ -76,7 +78,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
     # "node" shows something only where there are two of them.
     if shard == "node" and per_node is None:
         per_node = max(1, size // 2)
-    knobs = {**dict.fromkeys(DEGREES[1:], 1), **given}
+    knobs = {**dict.fromkeys(_KNOBS[1:], 1), **given}
     return Trial(knobs, size, None if per_node is None else _count("ranks_per_node", per_node))
 
 
@@ -102,7 +104,7 @@ def tell_degrees(request: Request, config: SmpConfig, world: int) -> None:
     Args:
         world: ranks that it would have; 0: not known.
     """
-    degrees = {name: getattr(config, name) for name in DEGREES}
+    degrees = {name: getattr(config, name) for name in _KNOBS}
     request.folder.mkdir(parents=True, exist_ok=True)
     (request.folder / _LOOK).write_text(json.dumps({**degrees, "world": world}), encoding="utf-8")
     end_process()
@@ -111,7 +113,7 @@ def tell_degrees(request: Request, config: SmpConfig, world: int) -> None:
 def shrunk(request: Request) -> Trial:
     """Return the layout that a script asked for in a process with the role "look", on 2, 4 or 8 ranks."""
     asked = json.loads((request.folder / _LOOK).read_text(encoding="utf-8"))
-    return shrink({name: asked[name] for name in DEGREES}, asked["world"])
+    return shrink({name: asked[name] for name in _KNOBS}, asked["world"])
 
 
 def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
@@ -122,7 +124,7 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
         world: ranks that the script would have; 0 where it leaves that to its launcher.
     """
     # Every axis but the shards: 2 shows all that more ranks would.
-    small = {name: 2 if degrees[name] > 1 else 1 for name in DEGREES[1:]}
+    small = {name: 2 if degrees[name] > 1 else 1 for name in _KNOBS[1:]}
     # Shards: the context ranks are among them.
     shard, context = degrees["shard_degree"], small["context_parallel_degree"]
     if shard == "world":

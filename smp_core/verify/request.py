@@ -12,8 +12,6 @@ from typing import Any, Literal
 VARIABLE = "SMP_VERIFY"
 """The environment variable that holds a request as JSON. Set in the processes that `smp verify` starts."""
 
-DEGREES = ("shard_degree", "context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
-
 Role = Literal["look", "ranks", "one process"]
 
 
