@@ -85,7 +85,12 @@ class Whereabouts:
         self._windows: deque[float] = deque(maxlen=50)
         self.window_began: float | None = None
         self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
+        self._place = ""
         self._since = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to be watched: what this rank did before is no waiting."""
+        self.events += 1
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -125,11 +130,13 @@ class Whereabouts:
         now = time.monotonic()
         seen = self.events, self.doing
         if seen != self._seen:
-            self._seen, self._since = seen, now
+            self._seen, self._place, self._since = seen, "", now
             return None
         doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
         place = f"{doing()}" if doing is not None else place_of(frames, waits)
+        if place != self._place:  # came here without an event, from work of its own: it waits from now on
+            self._place, self._since = place, now
         found = {"for": now - self._since, "after": self.patience(), "waits": waits, "place": place}
         found["micro_batch"] = self.micro_batch
         recent = self.recent()
@@ -222,6 +229,7 @@ class StallWatch:
     ) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self._whereabouts, self._say = whereabouts, say
+        whereabouts.start()
         self._marks, self._still = 0, _SILENCE  # what the count was at the last look, and for how many looks
         self._said_at = 0.0  # seconds that the longest wait had when the last line was written
         self._looks = 0  # since somebody waits

@@ -10,6 +10,7 @@ import io
 import re
 import threading
 import time
+import traceback
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import smp_core.watch.signs as signs
+import smp_core.watch.whereabouts as whereabouts_module
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.watch.rank_watch import RankWatch
@@ -266,3 +268,17 @@ def posts_to_a_stopped_keeper() -> tuple[list[bool], list[Any], Any]:
 
 def test_a_keeper_that_does_not_answer_is_waited_for_by_nobody_who_posts() -> None:
     assert run_ranks(posts_to_a_stopped_keeper, 2)[1] == ([True] * 3, [1, 1], [1])
+
+
+def test_work_before_a_wait_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that prepared its data for ten minutes, and then waits for the others, waits from then on."""
+    whereabouts, clock = Whereabouts(), iter([0.0, 600.0, 601.0, 603.0])
+    monkeypatch.setattr(whereabouts_module.time, "monotonic", lambda: next(clock))
+    stack = [traceback.FrameSummary("train.py", 3, "tokenize")]
+    monkeypatch.setattr(whereabouts_module, "_main_stack", lambda: stack)
+    assert whereabouts.look() is None  # at 0 s
+    working = whereabouts.look()
+    assert working is not None and not working["waits"]
+    stack.append(traceback.FrameSummary(dist.distributed_c10d.__file__, 7, "barrier"))
+    seconds = [(at["waits"], at["for"]) for at in (whereabouts.look(), whereabouts.look()) if at is not None]
+    assert seconds == [(True, 0.0), (True, 2.0)]
