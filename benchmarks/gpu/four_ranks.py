@@ -1,4 +1,4 @@
-"""Part 1: four ranks on the one device. gloo carries CUDA tensors by the collectives that NCCL would be asked for.
+"""Part 4: four ranks on the one device. gloo carries CUDA tensors by the collectives that NCCL would be asked for.
 
 Each case is trained on the CPU, on the device, and on the device once more while every collective is kept waiting by a
 random time on the stream that it is launched on: the second has to equal the first, the third the second bit by bit.
@@ -49,12 +49,12 @@ def rows(on: Device) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(_rank, (folder, on.device.type, names), nprocs=WORLD, join=False)
         for name in names:
-            yield name, partial(_result, ranks, Path(folder, name), name)
+            yield name, partial(result_of, ranks, Path(folder, name), name)
         while not ranks.join():
             pass
 
 
-def _result(ranks: Any, path: Path, name: str) -> dict[str, Any]:
+def result_of(ranks: Any, path: Path, name: str) -> dict[str, Any]:
     """Wait for rank 0's figures of a case; a rank that fails raises here."""
     while not path.exists():
         if ranks.join(timeout=0.1) and not path.exists():
@@ -65,7 +65,7 @@ def _result(ranks: Any, path: Path, name: str) -> dict[str, Any]:
 
 def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    delays = _Delays()
+    delays = Delays()
     delays.put_in()
     # Only now: the core takes functions of torch.distributed as they are when it is imported.
     from benchmarks.gpu.training import train
@@ -96,7 +96,7 @@ def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     dist.destroy_process_group()
 
 
-class _Delays:
+class Delays:
     """Kernels that do nothing for a random time, before and after every collective."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 PART_SECONDS = 540
 """What the limits of one part's items add up to at most: parts are for machines that are lent for ten minutes."""
 
-PARTS = {1: "Correctness", 2: "Speed", 3: "A training step of 1 to 3 billion parameters"}
+PARTS = {1: "Correctness", 2: "Speed", 3: "A training step of 1 to 3 billion parameters", 4: "Several ranks"}
 Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 
@@ -39,7 +39,7 @@ class Item:
 
 
 ITEMS = (
-    Item("kernels", 1, "exactness:kernels", 60, "Triton's kernels give the bytes of the eager formulas"),
+    Item("kernels", 1, "exactness:kernels", 150, "Triton's kernels give the bytes of the eager formulas"),
     Item("casts", 1, "exactness:casts", 30, "FP8 casts bit by bit, scales are powers of two"),
     Item("products", 1, "exactness:products", 30, "FP8 products against float64, the noise floor of a layer"),
     Item("flash", 1, "attention:correctness", 50, "flash, cuDNN and FA3, both ways, against plain products"),
@@ -48,7 +48,6 @@ ITEMS = (
     Item("float16", 1, "one_process:float16", 30, "float16 with loss scaling"),
     Item("resume", 1, "one_process:resume", 30, "asynchronous saves, and a resume with the device's random numbers"),
     Item("auto", 1, "one_process:auto", 30, "shard_degree='auto' plans with the device's memory"),
-    Item("four ranks", 1, "four_ranks:rows", 100, "four gloo ranks with CUDA tensors equal CPU ranks, also delayed"),
     Item("fused products", 1, "tensor_products:rows", 20, "torch's fused products, as split layers call them"),
     Item("codecs", 2, "speed:codecs", 60, "payloads and casts against the copy bandwidth"),
     Item("linear layers", 2, "speed:layers", 180, "FP8 linear layers against bfloat16, torchao, Transformer Engine"),
@@ -59,12 +58,13 @@ ITEMS = (
     Item("FP8 step", 3, "steps:fp8", 120, "a training step in FP8 against bfloat16"),
     Item("longest sequence", 3, "steps:longest", 90, "the longest sequence with chunked loss and offloading"),
     Item("profile", 3, "steps:gaps_rows", 60, "what the device waits for in a step"),
+    Item("four ranks", 4, "four_ranks:rows", 150, "four gloo ranks with CUDA tensors equal CPU ranks, also delayed"),
+    Item("NCCL ranks", 4, "nccl_ranks:rows", 300, "four NCCL ranks on the device equal CPU ranks, on every axis"),
 )  # fmt: skip
 
 # One device cannot show these.
 NOT_SHOWN = (
-    "NCCL between ranks: whether it hangs or corrupts, its speed, symmetric memory and separate communicators",
-    "replicas that take different branches (gloo makes the host wait, which hides what NCCL would do)",
+    "NCCL over NVLink and between hosts: its speed, its memory, symmetric memory",
     "communication behind computation, and the gains on two nodes",
     "layers over several devices: fused products between them, their numbers there and what they hide",
 )

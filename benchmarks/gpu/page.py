@@ -15,7 +15,7 @@ PAGE, README = ROOT / "docs" / "gpu.md", ROOT / "README.md"
 BEGIN, END = "<!-- from benchmarks/results/gpu -->\n", "<!-- end of GPU results -->"
 _HOW = """\
 `make gpu-check` runs the items below on the first CUDA device, each in a process and with a limit of its own, and
-writes a line for each to `benchmarks/results/gpu/`. `python benchmarks/gpu/run.py --part 1` (2, 3) runs a part, at
+writes a line for each to `benchmarks/results/gpu/`. `python benchmarks/gpu/run.py --part 1` (2, 3, 4) runs a part, at
 most nine minutes; `--dry` rehearses on a CPU, where figures mean nothing. Without a GPU, tests play streams and the
 caching allocator (`tests/core/test_streams.py`), interpret and compile Triton's kernels, and check the shapes that
 flash attention and FP8 products are called with."""

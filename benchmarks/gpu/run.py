@@ -1,6 +1,6 @@
 """Check the CUDA paths on one GPU: right, fast, and in how much memory. `make gpu-check` runs everything.
 
-    python benchmarks/gpu/run.py [--part 1|2|3] [--only ITEM ...] [--again] [--out FILE]
+    python benchmarks/gpu/run.py [--part 1|2|3|4] [--only ITEM ...] [--again] [--out FILE]
     python benchmarks/gpu/run.py --dry     # a rehearsal on the CPU: everything is imported, built and run, tiny
     python benchmarks/gpu/run.py --page    # write docs/gpu.md from the results
 
@@ -119,7 +119,10 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
     """Run items that have not been done yet; what all of them gave, these among them."""
     here: Any = None
     if not dry:
-        here = in_a_process([THIS, "--machine"], 120)[0][0]["machine"]
+        looked, state = in_a_process([THIS, "--machine"], 120)
+        if not looked:
+            raise SystemExit(f"gpu-check could not look at the device: {state}")
+        here = looked[0]["machine"]
     if out is None and not dry:
         out = RESULTS / f"{_slug(here)}.jsonl"
     known = page.read(out) if out is not None and out.exists() else page.Results(None, {})
@@ -159,7 +162,7 @@ def _slug(here: dict[str, Any] | None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=PARTS, help="one third of it, at most nine minutes; default all")
+    parser.add_argument("--part", type=int, choices=PARTS, help="a part of it, at most nine minutes; default all")
     parser.add_argument("--only", nargs="+", choices=[item.name for item in ITEMS], metavar="ITEM")
     parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU; figures mean nothing")
     parser.add_argument("--again", action="store_true", help="also what has been done before")

@@ -80,7 +80,8 @@ def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
 def pair_loss(model: Any, split: SplitBatch) -> torch.Tensor:
     """The mean over this rank's targets."""
     tokens, targets = split.batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    output = model(tokens)
+    return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), targets.flatten())
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ class Case:
     def is_delayed(self) -> bool:
         return bool(dict(self.knobs).get("delayed_init"))
 
-    def parallel(self) -> ParallelModel:
+    def parallel(self, device: torch.device | None = None) -> ParallelModel:
         keeps_loss = not dict(self.knobs).keys().isdisjoint({"chunked_cross_entropy", "tensor_parallel_degree"})
         model = example_of(build(self.kind, seed=dist.get_rank(), delayed=self.is_delayed), keeps_loss)
         recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
         knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
         config = SmpConfig(**{**knobs, **dict(self.knobs)})
         if not self.is_delayed:
-            return parallelize(model, config)
+            return parallelize(model.to(device), config, device=device or "cpu")
         with initialised() as names:
             parallel = parallelize(model, config)
         assert parallel.pipeline is not None
@@ -136,14 +137,14 @@ class Case:
         return mean / dist.get_world_size() / self.windows
 
 
-def together(case: Case, max_norm: float = 0.5) -> Training:
+def together(case: Case, max_norm: float = 0.5, device: torch.device | None = None) -> Training:
     """The training over the ranks of the default group."""
     seen = Training()
-    parallel = case.parallel()
+    parallel = case.parallel(device)
     model, mesh = parallel.module, parallel.mesh
     optimizer = optimizer_of(model)
     parallel.prepare_optimizer(optimizer)
-    for step, micro in enumerate(batches(case.windows)):
+    for step, micro in enumerate(batches(case.windows).to(device)):
         with Wide():
             losses = [case.backward(parallel, tokens.chunk(mesh.data_size)[mesh.data_rank]) for tokens in micro]
         seen.losses.append(float(sum(losses)))

@@ -161,25 +161,25 @@ class Case:
     mutation: str = ""
     steps: int = STEPS
 
-    def parallel(self, **more: Any) -> ParallelModel:
-        model = build(self.kind, seed=dist.get_rank())
+    def parallel(self, device: torch.device | None = None, **more: Any) -> ParallelModel:
+        model = build(self.kind, seed=dist.get_rank()).to(device)
         if "activations" in dict(self.knobs) and "compile" not in dict(self.knobs):
             model = wide_when_computed_again(model)
         recipe = {"plan": PLANS.get(self.kind, "auto"), "sequence_parallel": self.sequence}
         knobs = {"shard_degree": self.shard, "tensor_parallel_degree": self.tensor, "tensor_parallel": recipe}
-        return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs), **more}))
+        return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs), **more}), device=device or "cpu")
 
 
-def together(case: Case, max_norm: float = 0.5) -> Training:
+def together(case: Case, max_norm: float = 0.5, device: torch.device | None = None) -> Training:
     """The training over the ranks of the default group."""
     seen = Training(shows_gradients=dict(case.knobs).get("optimizer_shard") != "world")
-    parallel = case.parallel()
+    parallel = case.parallel(device)
     model, mesh = parallel.module, parallel.mesh
     optimizer = optimizer_of(model)
     parallel.prepare_optimizer(optimizer)
     for step, micro in enumerate(batches(case.micro_batches, case.steps)):
-        total = torch.zeros((), dtype=torch.float64)
-        for number, tokens in enumerate(micro):
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for number, tokens in enumerate(micro.to(device)):
             own = tokens.chunk(mesh.data_size)[mesh.data_rank]
             with parallel.window.accumulate(number < case.micro_batches - 1), Wide():
                 loss = loss_of(model, own) / case.micro_batches

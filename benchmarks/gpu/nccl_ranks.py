@@ -1,0 +1,131 @@
+"""Part 4: four NCCL ranks on the one device, each posing as a host of its own (NCCL refuses two ranks of one host on a
+device). What they send goes through sockets: right or wrong is the same as between hosts, speed is not.
+
+Each case is trained on the CPU by gloo, on the device by NCCL, and there once more with every collective kept waiting
+by a random time on the stream that it is launched on: the second has to equal the first, the third the second bit by
+bit. Layers are split, stages made and sequences cut as in the tests of the core, whose models these are.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.gpu.four_ranks import EXACT, KNOBS, LOOSE, RANKS_PER_NODE, ROUGH, WORLD, Delays, result_of
+from benchmarks.gpu.items import Rows
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.device import Device  # it loads the core
+
+APART = {"shard_degree": 2, "collectives": {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2}}
+SHARDED: dict[str, dict[str, Any]] = {**KNOBS, "reductions apart": APART}
+ACROSS = {"across_nodes": True}
+# Of tests/core: kind of model and what its layout is like.
+TENSOR: dict[str, dict[str, Any]] = {
+    "tensor 2 x shard 2": {"kind": "llama", "shard": 2},
+    "tensor 2, fused weights": {"kind": "gpt2"},
+    "tensor 4, heads shared by ranks": {"kind": "llama", "tensor": 4, "knobs": (("tensor_parallel", ACROSS),)},
+    "tensor 2, whole tokens": {"kind": "llama", "sequence": False},
+    "tensor 2, products in pieces": {"kind": "llama", "knobs": (("tensor_parallel", {"overlap": "pieces"}),)},
+}
+PIPELINE: dict[str, dict[str, Any]] = {
+    "stages 2 x shard 2": {"kind": "llama_tied", "shard": 2},
+    "stages 4": {"kind": "llama_deep", "stages": 4, "micro_batches": 4},
+    "stages 2, interleaved": {"kind": "llama_deep", "micro_batches": 4, "schedule": "interleaved:2"},
+    "stages 2 x tensor 2": {"kind": "llama", "knobs": (("tensor_parallel_degree", 2),)},
+    "stages 2 x context 2": {"kind": "llama", "shard": 2, "knobs": (("context_parallel_degree", 2),)},
+}
+REHEARSED = ("nodes", "tensor 2 x shard 2", "stages 2 x shard 2", "stages 2 x context 2")
+HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def rows(on: Device) -> Rows:
+    """Yield all cases, which run in one world."""
+    names = REHEARSED if on.rehearsal else (*PIPELINE, *TENSOR, *SHARDED)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.spawn(_rank, (folder, on.device.type, names), nprocs=WORLD, join=False)
+        for name in names:
+            yield name, partial(result_of, ranks, Path(folder, name), name)
+        while not ranks.join():
+            pass
+
+
+def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update({**HOST, "NCCL_HOSTID": f"host-{rank}", "SMP_RANKS_PER_NODE": str(RANKS_PER_NODE)})
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
+    delays = Delays()
+    delays.put_in()
+    device = torch.device(kind, *((0,) if kind == "cuda" else ()))
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    for name in names:
+        found: dict[str, Any] = {}
+        faulthandler.dump_traceback_later(100)  # where a rank hangs, for who runs the item by itself
+        try:
+            found = _compared(name, device, rank, delays)
+        except Exception as error:  # the other ranks meet it too, or wait in vain: the item's limit ends that
+            found = {"ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
+        delays.on = False
+        if rank == 0:
+            torch.save(found, Path(folder, f"{name}.part"))
+            Path(folder, f"{name}.part").rename(Path(folder, name))
+    dist.destroy_process_group()
+
+
+def _compared(name: str, device: torch.device, rank: int, delays: Delays) -> dict[str, Any]:
+    train = _training_of(name, rank)
+    on_cpu = train(torch.device("cpu"))
+    began = time.perf_counter()
+    plain = train(device)
+    seconds = time.perf_counter() - began
+    delays.on = device.type == "cuda"
+    delayed = train(device)
+    limit = LOOSE if name in ROUGH else EXACT
+    losses = max(abs(a - b) / abs(b) for a, b in zip(plain[0], on_cpu[0], strict=True))
+    weights = max(
+        ((value - on_cpu[1][key]).abs().max() / on_cpu[1][key].abs().max()).item() for key, value in plain[1].items()
+    )
+    same = all(torch.equal(value, delayed[1][key]) for key, value in plain[1].items())
+    ok = losses <= limit and same
+    return {"ok": ok, "losses off": losses, "parameters off": weights, "equal delayed": same, "trained in": seconds}
+
+
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def _training_of(name: str, rank: int) -> Callable[[torch.device], Trained]:
+    """Return what trains a case on a device: losses by step, and parameters at the end on the CPU."""
+    # Only now: the core takes functions of torch.distributed as they are when it is imported.
+    from benchmarks.gpu.training import train
+    from smp_core.topology import Topology
+    from tests.core.pipeline import cases as pipeline_cases
+    from tests.core.tensor_parallel import model_cases
+
+    def sharded(device: torch.device) -> Trained:
+        topology = Topology.uniform(WORLD, RANKS_PER_NODE)
+        found = train(SHARDED[name], device, topology=topology, rank=rank)
+        return found.losses, found.parameters
+
+    def split(device: torch.device) -> Trained:
+        module, case = (
+            (model_cases, model_cases.Case(**TENSOR[name]))
+            if name in TENSOR
+            else (pipeline_cases, pipeline_cases.Case(**PIPELINE[name]))
+        )
+        found = module.together(case, device=device)
+        return found.losses, {key: value.cpu() for key, value in found.weights.items()}
+
+    return sharded if name in SHARDED else split
