@@ -96,8 +96,7 @@ class Fp8State:
         count = len(self.names)
         self.history = torch.zeros(recipe.amax_history_len, count, 3, device=device)
         self.current = torch.zeros(count, 3, device=device)
-        self.scale = torch.ones(count, 3, device=device)
-        self.inverse = torch.ones(count, 3, device=device)
+        self._scale_by(torch.ones(count, 3, device=device))
         self._largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=device)
         self.steps = 0
         self.number = _known(self)
@@ -117,8 +116,9 @@ class Fp8State:
 
     def to(self, device: torch.device | str) -> None:
         """Move all tensors."""
-        for name in ("history", "current", "scale", "inverse", "_largest"):
+        for name in ("history", "current", "_largest"):
             setattr(self, name, getattr(self, name).to(device))
+        self._scale_by(self.scale.to(device))
 
     def uses_history(self, site: int, role: int) -> bool:
         """Return whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
@@ -157,9 +157,9 @@ class Fp8State:
         ranks.
         """
         fresh = scale_for(amax, LARGEST[self.formats[WEIGHT]], self.recipe.margin)
-        self.scale, self.inverse = self.scale.clone(), self.inverse.clone()
-        self.scale[:, WEIGHT] = fresh
-        self.inverse[:, WEIGHT] = 1.0 / fresh
+        scale = self.scale.clone()
+        scale[:, WEIGHT] = fresh
+        self._scale_by(scale)
         self.calibrated = [[x, True, g] for x, _, g in self.calibrated]
         self.generation += 1
 
@@ -204,9 +204,14 @@ class Fp8State:
 
     def _make_scales(self, basis: torch.Tensor) -> None:
         fresh = scale_for(basis, self._largest, self.recipe.margin)
-        self.scale = torch.where(basis > 0, fresh, self.scale)
-        self.inverse = 1.0 / self.scale
+        self._scale_by(torch.where(basis > 0, fresh, self.scale))
         self.generation += 1
+
+    def _scale_by(self, scale: torch.Tensor) -> None:
+        """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes no scale at another address."""
+        self.scale = scale
+        self.inverse = scale.new_empty(*scale.shape, 16 // scale.element_size())[..., 0]
+        self.inverse.copy_(1.0 / scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step
@@ -232,7 +237,7 @@ class Fp8State:
         saved = {clean_name(name): tensors for name, tensors in state.get("sites", {}).items()}
         missing = []
         self.history = torch.zeros_like(self.history)
-        self.scale, self.inverse = torch.ones_like(self.scale), torch.ones_like(self.inverse)
+        scale = torch.ones_like(self.scale)
         self.current = torch.zeros_like(self.current)
         for i, name in enumerate(self.names):
             tensors = saved.get(name_there(clean_name(name)))
@@ -241,8 +246,8 @@ class Fp8State:
                 continue
             rows = tensors["amax_history"].to(self.history)[: self.history.shape[0]]
             self.history[: rows.shape[0], i] = rows
-            self.scale[i] = tensors["scale"].to(self.scale)
-        self.inverse = 1.0 / self.scale
+            scale[i] = tensors["scale"].to(scale)
+        self._scale_by(scale)
         self.steps = int(state.get("steps", 0)) if len(missing) < len(self.names) else 0
         self.calibrated = (self.history.amax(0) > 0).tolist()
         self.generation += 1

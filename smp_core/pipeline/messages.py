@@ -85,9 +85,14 @@ class Pending:
 
 
 class Messages:
-    """The messages of this rank to and from the other stages. All stages' keep to one order (:mod:`schedule`)."""
+    """The messages of this rank to and from the other stages. All stages' keep to one order (:mod:`schedule`).
+    Collective over the stages.
 
-    def __init__(self, mesh: SmpMesh, meter: CommMeter) -> None:
+    Args:
+        goes_around: whether the last stage sends to the first.
+    """
+
+    def __init__(self, mesh: SmpMesh, meter: CommMeter, goes_around: bool) -> None:
         self._group, self._device, self._meter = mesh.group(Axis.PIPELINE), mesh.device, meter
         self._column = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
@@ -101,6 +106,25 @@ class Messages:
         self._posted: list[Any] = []
         self._left_behind: list[Any] = []
         self._tag = 0
+        self._connect(goes_around)
+
+    def _connect(self, goes_around: bool) -> None:
+        """Send one number each way between stages that will send to each other, pair after pair.
+
+        NCCL connects two ranks, each way apart, in the first message that goes it, and holds both hosts until the other
+        one has begun it. In a schedule a stage may begin something else first, which waits for the stage held here.
+        """
+        number, own = torch.zeros(1, device=self._device), self._column.index(dist.get_rank())
+        last = len(self._column) - 1
+        pairs = [(stage, stage + 1) for stage in range(last)]
+        if goes_around and last > 1:
+            pairs.append((last, 0))
+        for pair in pairs:
+            for sender, receiver in (pair, pair[::-1]):
+                if own == sender:
+                    dist.isend(number, self._column[receiver], self._group).wait()
+                elif own == receiver:
+                    dist.irecv(number, self._column[sender], self._group).wait()
 
     def begin(self, key: Hashable, call: Hashable) -> None:
         """Begin a step whose micro-batches are all of one kind.

@@ -90,7 +90,7 @@ class Pipeline:
             try_call=try_call,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
-        self._messages = Messages(mesh, meter)
+        self._messages = Messages(mesh, meter, goes_around=stages.n_chunks > stages.count)
         columns = range(stages.count)
         training = [computations(recipe.schedule, stages.count, stage, self.micro_batches) for stage in columns]
         evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
