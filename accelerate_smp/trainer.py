@@ -144,10 +144,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of an optimizer step over all ranks."""
-        layout = self.accelerator.parallelism_config
-        readers = 1 if layout is None else layout.tp_size * layout.cp_size
         samples: int = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return samples // readers
+        return samples // self.accelerator.batch_degree
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
         # The accelerator's own norm takes plain and sharded gradients together.

@@ -58,8 +58,8 @@ ITEMS = (
     Item("FP8 step", 3, "steps:fp8", 120, "a training step in FP8 against bfloat16"),
     Item("longest sequence", 3, "steps:longest", 90, "the longest sequence with chunked loss and offloading"),
     Item("profile", 3, "steps:gaps_rows", 60, "what the device waits for in a step"),
-    Item("four ranks", 4, "four_ranks:rows", 150, "four gloo ranks with CUDA tensors equal CPU ranks, also delayed"),
     Item("NCCL ranks", 4, "nccl_ranks:rows", 300, "four NCCL ranks on the device equal CPU ranks, on every axis"),
+    Item("faces", 4, "faces:rows", 240, "Lightning, Accelerate and Trainer on two NCCL ranks equal CPU ranks"),
 )  # fmt: skip
 
 # One device cannot show these.

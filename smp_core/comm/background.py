@@ -45,7 +45,8 @@ class _Recorded:
         self.run: Callable[[], None] | None = run
 
     def wait(self) -> None:
-        torch.accelerator.current_stream().wait_event(self.event)
+        # Not torch.accelerator's stream: it waits for a torch.Event only, and passes by torch.cuda's without a word.
+        self.event.wait()
         self.run = None
 
 

@@ -86,6 +86,31 @@ class Event:
         return 1.0
 
 
+class GenericEvent(Event):
+    """``torch.Event``."""
+
+
+class GenericStream:
+    """What ``torch.accelerator.current_stream()`` returns of a stream. An event of the device's module keeps what it
+    has recorded in a place of its own, and to wait for one here is to wait for nothing, without a word."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def wait_stream(self, other: Stream) -> None:
+        self.stream.wait_stream(other)
+
+    def wait_event(self, event: Event) -> None:
+        if isinstance(event, GenericEvent):
+            self.stream.wait_event(event)
+
+    def record_event(self) -> Event:
+        return GenericEvent().record(self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
 default, host = Stream(name="default"), Stream(name="host")
 launched: Counter[Stream] = Counter()
 """How much each stream was given so far."""
@@ -329,8 +354,8 @@ def play_a_device() -> None:
     device.Stream, device.Event, device.current_stream = Stream, Event, current_stream
     device.stream = device.StreamContext = on_stream
     whole_torch: Any = torch
-    whole_torch.Event = Event
-    whole_torch.accelerator.current_stream = current_stream
+    whole_torch.Event = GenericEvent
+    whole_torch.accelerator.current_stream = lambda *_: GenericStream(current_stream())
     whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits("synchronize", launched)
     for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
         if hasattr(dist, name):
@@ -341,7 +366,7 @@ def play_a_device() -> None:
     for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
         setattr(dist.ProcessGroup, name, _asynchronous_method(getattr(dist.ProcessGroup, name)))
     tensor: Any = torch.Tensor
-    tensor.record_stream = lambda self, stream: sanitizer.tell(self, stream)
+    tensor.record_stream = lambda self, stream: sanitizer.tell(self, getattr(stream, "stream", stream))
     tensor.pin_memory = lambda self: self.clone()
     whole_torch.empty, whole_torch.empty_like = _pinning(torch.empty), _pinning(torch.empty_like)
     tensor.tolist = _asking(tensor.tolist, "tolist", lambda self: self.numel() > 0 and not sanitizer.is_on_host(self))

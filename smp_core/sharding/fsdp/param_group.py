@@ -149,7 +149,7 @@ class ParamGroup:
         if result is None:
             return
         if result.all_gather_event is not None:  # None without an accelerator
-            torch.accelerator.current_stream().wait_event(result.all_gather_event)
+            result.all_gather_event.wait()  # the present stream; one of torch.accelerator's would not
         self._group._all_gather_result = None
         work = result.all_gather_work
         if work is not None and not (isinstance(work, Deferred) and work.has_failed):
