@@ -39,12 +39,13 @@ class Item:
 
 
 ITEMS = (
-    Item("kernels", 1, "exactness:kernels", 150, "Triton's kernels give the bytes of the eager formulas"),
+    Item("kernels", 1, "exactness:kernels", 120, "Triton's kernels give the bytes of the eager formulas"),
     Item("casts", 1, "exactness:casts", 30, "FP8 casts bit by bit, scales are powers of two"),
     Item("products", 1, "exactness:products", 30, "FP8 products against float64, the noise floor of a layer"),
     Item("flash", 1, "attention:correctness", 50, "flash, cuDNN and FA3, both ways, against plain products"),
     Item("lifetimes", 1, "lifetimes:rows", 30, "memory that another stream reads is not used again"),
     Item("knobs", 1, "one_process:knobs", 130, "NCCL and FSDP2 units in one process: every knob against the CPU"),
+    Item("split groups", 1, "one_process:split_groups", 30, "groups split off a bound NCCL world, as Lightning has it"),
     Item("float16", 1, "one_process:float16", 30, "float16 with loss scaling"),
     Item("resume", 1, "one_process:resume", 30, "asynchronous saves, and a resume with the device's random numbers"),
     Item("auto", 1, "one_process:auto", 30, "shard_degree='auto' plans with the device's memory"),
@@ -58,8 +59,9 @@ ITEMS = (
     Item("FP8 step", 3, "steps:fp8", 120, "a training step in FP8 against bfloat16"),
     Item("longest sequence", 3, "steps:longest", 90, "the longest sequence with chunked loss and offloading"),
     Item("profile", 3, "steps:gaps_rows", 60, "what the device waits for in a step"),
-    Item("NCCL ranks", 4, "nccl_ranks:rows", 300, "four NCCL ranks on the device equal CPU ranks, on every axis"),
-    Item("faces", 4, "faces:rows", 240, "Lightning, Accelerate and Trainer on two NCCL ranks equal CPU ranks"),
+    Item("replicas", 4, "nccl_ranks:replicas", 180, "four NCCL ranks on the device equal CPU ranks, with replicas"),
+    Item("axes", 4, "nccl_ranks:axes", 160, "the same with tensor ranks, pipeline stages and context ranks"),
+    Item("faces", 4, "faces:rows", 200, "Lightning, Accelerate and Trainer on two NCCL ranks equal CPU ranks"),
 )  # fmt: skip
 
 # One device cannot show these.

@@ -34,6 +34,10 @@ def _launched(on: Device, *, mended: bool) -> dict[str, Any]:
         on.needs()
     elements = 16 if on.rehearsal else ELEMENTS
     behind, out = Background(on.device), torch.zeros(elements, device=on.device)
+    # Kernels are loaded when they are first used, and the device may wait for that: a case would show nothing.
+    _submit(on, behind, out).wait()
+    int((out != 1).sum())
+    out.zero_()
 
     def holds_nothing(self: Any, event: Any, run: Any) -> None:
         self.event, self.run = event, None

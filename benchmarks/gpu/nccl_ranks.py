@@ -12,7 +12,7 @@ import faulthandler
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,13 +45,21 @@ PIPELINE: dict[str, dict[str, Any]] = {
     "stages 2 x tensor 2": {"kind": "llama", "knobs": (("tensor_parallel_degree", 2),)},
     "stages 2 x context 2": {"kind": "llama", "shard": 2, "knobs": (("context_parallel_degree", 2),)},
 }
-REHEARSED = ("nodes", "tensor 2 x shard 2", "stages 2 x shard 2", "stages 2 x context 2")
+REHEARSED = ("nodes", "tensor 2 x shard 2", "stages 2 x context 2")
 HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def rows(on: Device) -> Rows:
-    """Yield all cases, which run in one world."""
-    names = REHEARSED if on.rehearsal else (*PIPELINE, *TENSOR, *SHARDED)
+def replicas(on: Device) -> Rows:
+    return _rows(on, SHARDED)
+
+
+def axes(on: Device) -> Rows:
+    return _rows(on, {**PIPELINE, **TENSOR})
+
+
+def _rows(on: Device, cases: Iterable[str]) -> Rows:
+    """Yield the cases, which run in one world."""
+    names = tuple(name for name in cases if not on.rehearsal or name in REHEARSED)
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(_rank, (folder, on.device.type, names), nprocs=WORLD, join=False)
         for name in names:

@@ -170,7 +170,8 @@ class Blockwise:
         rows = values.view(blocks, BLOCK)
         low, high = rows.aminmax(dim=1)
         largest = torch.maximum(high, low.neg_())
-        scales = (largest / _LARGEST[self.name]).to(torch.float32)
+        # By a tensor: by a Python number CUDA multiplies with the reciprocal, which rounds once more.
+        scales = (largest / largest.new_full((), _LARGEST[self.name])).to(torch.float32)
         divisor = scales.clamp(min=torch.finfo(torch.float32).tiny).to(rows.dtype).unsqueeze(1)
         out[: 4 * blocks].view(torch.float32).copy_(scales)
         scaled = rows / divisor

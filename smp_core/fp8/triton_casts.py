@@ -1,10 +1,11 @@
-"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, their transpose and its amax; and the transpose
-of numbers that are in FP8 already.
+"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, or their transpose, and its amax; and the
+transpose of numbers that are in FP8 already.
 
 The one pass makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
-once, and the transposed copy that Hopper's gradient products need comes out of the same registers. Numbers are those of
-:func:`smp_core.fp8.casting.cast_eager` (clamp, round to nearest even, nan stays nan); the amax is inf where the tensor
-holds a nan.
+once. Where Hopper's gradient products need the transpose too it is made of the numbers, by a kernel of its own: Triton
+3.6 on an H100 left a part of the second layout unwritten when one kernel stored both of a float32 tensor (`casts` of
+`make gpu-check`). Numbers are those of :func:`smp_core.fp8.casting.cast_eager` (clamp, round to nearest even, nan stays
+nan); the amax is inf where the tensor holds a nan.
 
 The module is imported only where Triton is installed. Shape letters: R rows, C columns.
 """
@@ -43,8 +44,7 @@ def _store_transposed(  # type: ignore[no-untyped-def]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     scale_ptr,
-    rows_ptr,
-    columns_ptr,
+    numbers_ptr,
     amax_ptr,
     R,
     C,
@@ -52,8 +52,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     stride_c,
     LARGEST_VALUE: tl.constexpr,
     IS_E5M2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -72,10 +71,10 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         numbers = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    if ROWS:
-        tl.store(rows_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
-    if COLUMNS:
-        _store_transposed(columns_ptr, numbers, r, c, R, C)
+    if TRANSPOSED:
+        _store_transposed(numbers_ptr, numbers, r, c, R, C)
+    else:
+        tl.store(numbers_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -127,7 +126,7 @@ def cast_fused(
     columns: bool,
     amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
+    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is), and the 0-d float32 amax of ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.
@@ -137,14 +136,14 @@ def cast_fused(
     count_r, count_c = x_RC.shape
     if amax is None:
         amax = torch.zeros((), device=x_RC.device)
-    rows_RC = x_RC.new_empty(count_r, count_c, dtype=torch.uint8) if rows else None
-    columns_CR = x_RC.new_empty(count_c, count_r, dtype=torch.uint8) if columns else None
+    is_transposed = not rows
+    shape = (count_c, count_r) if is_transposed else (count_r, count_c)
+    numbers = x_RC.new_empty(shape, dtype=torch.uint8)
     grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))
     _cast_kernel[grid](
         x_RC,
         scale,
-        rows_RC if rows_RC is not None else x_RC,  # not written
-        columns_CR if columns_CR is not None else x_RC,
+        numbers,
         amax,
         count_r,
         count_c,
@@ -152,13 +151,11 @@ def cast_fused(
         x_RC.stride(1),
         LARGEST_VALUE=LARGEST[dtype],
         IS_E5M2=dtype == E5M2,
-        ROWS=rows,
-        COLUMNS=columns,
+        TRANSPOSED=is_transposed,
         BLOCK_R=_BLOCK_R,
         BLOCK_C=_BLOCK_C,
     )
-    return (
-        None if rows_RC is None else rows_RC.view(dtype),
-        None if columns_CR is None else columns_CR.view(dtype),
-        amax,
-    )
+    made = numbers.view(dtype)
+    if is_transposed:
+        return None, made, amax
+    return made, transposed_fused(made) if columns else None, amax
