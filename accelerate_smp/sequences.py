@@ -11,7 +11,7 @@ gather_for_metrics     unsplit sequences, each sample once
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
+from smp_core.checkpoint import iterate_tensors
 from smp_core.cluster import DATA, GRADIENTS, Axis, Ranks, SmpMesh
 from smp_core.context_parallel import BatchLayout, SplitBatch, active_split, enabled, part_of_mean, shifts_labels
 from smp_core.engine import ParallelModel
@@ -47,6 +49,9 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     joins_uneven = False
     batch_weight = 1.0
     _present: SplitBatch | None = None
+    _n_split = 0
+    _split_as: Any = None
+    """Tensors of the batches that a loader has yielded -> their batch's number; none is kept alive."""
     _each_sample_once = False
 
     if TYPE_CHECKING:
@@ -154,7 +159,29 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:
             return batch
         self._present = self._split(batch)
+        self._n_split += 1
+        if self._split_as is None:
+            self._split_as = WeakIdKeyDictionary()
+        for _, tensor in iterate_tensors(self._present.batch, mapping=MutableMapping):
+            self._split_as[tensor] = self._n_split
         return self._present.batch
+
+    def _require_present(self, given: Any) -> None:
+        """Refuse a call of the model with a batch that the loader has left behind: it would attend over this rank's
+        part alone, or by the tokens of another batch.
+
+        Raises:
+            ValueError: the batch is not the one that the loader yielded last.
+        """
+        numbers = [(self._split_as or {}).get(tensor) for _, tensor in iterate_tensors(given, mapping=MutableMapping)]
+        present = None if self._present is None else self._n_split
+        if any(number not in (None, present) for number in numbers):
+            raise ValueError(
+                f"context_parallel_degree={self.context_degree}: the model is called with a batch that its loader has "
+                "moved on from, and ranks share the sequences of the one that was yielded last. Call the model inside "
+                "of `for batch in loader:`, before the next batch is asked for: no list(loader), and no reading ahead "
+                "(to overfit one batch, give the loader a dataset of these samples)"
+            )
 
     def _split(self, batch: Any) -> SplitBatch:
         context = self.parallel.context
@@ -203,6 +230,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A trial of the model, which enters a batch of its own, calls it too.
             present = self._present if active_split() is None else None
+            if active_split() is None:
+                self._require_present((args, kwargs))
             if present is not None and present.trial is not None:
                 present.trial.of_call(model, args, kwargs, present)
             entered.append(enabled(present))

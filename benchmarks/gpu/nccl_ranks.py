@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -21,14 +22,33 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.gpu.four_ranks import EXACT, KNOBS, LOOSE, RANKS_PER_NODE, ROUGH, WORLD, Delays, result_of
 from benchmarks.gpu.items import Rows
 
 if TYPE_CHECKING:
     from benchmarks.gpu.device import Device  # it loads the core
 
-APART = {"shard_degree": 2, "collectives": {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2}}
-SHARDED: dict[str, dict[str, Any]] = {**KNOBS, "reductions apart": APART}
+WORLD, RANKS_PER_NODE = 4, 2
+SHARDED: dict[str, dict[str, Any]] = {
+    "nodes": {"shard_degree": 2},
+    "two stages": {"shard_degree": 4},
+    "one stage": {"shard_degree": 4, "collectives": {"hierarchical": False}},
+    "bfloat16 parameters": {"shard_degree": 2, "param_dtype": "bfloat16"},
+    "bfloat16 between replicas": {"shard_degree": 2, "compression": "bf16"},
+    "int8 both ways": {"shard_degree": 4, "compression": "int8"},
+    "int4 with feedback": {"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}},
+    "states over the world": {"shard_degree": 2, "optimizer_shard": "world"},
+    "plain replicas, states over the world": {"shard_degree": 1, "optimizer_shard": "world"},
+    "a secondary shard": {"shard_degree": 4, "reshard_after_forward": 2},
+    "once a step": {"shard_degree": 4, "keep_between_micro_batches": "gradients"},
+    "gathered ahead": {"shard_degree": 2, "collectives": {"forward_prefetch": 2}},
+    "reductions apart": {
+        "shard_degree": 2,
+        "collectives": {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2},
+    },
+}
+# float64 on both, but sums and products in another order; codes are those of float32 and may round the other way.
+EXACT, LOOSE = 1e-7, 0.02
+ROUGH = ("bfloat16 parameters", "bfloat16 between replicas", "int8 both ways", "int4 with feedback")
 ACROSS = {"across_nodes": True}
 # Of tests/core: kind of model and what its layout is like.
 TENSOR: dict[str, dict[str, Any]] = {
@@ -63,16 +83,25 @@ def _rows(on: Device, cases: Iterable[str]) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(_rank, (folder, on.device.type, names), nprocs=WORLD, join=False)
         for name in names:
-            yield name, partial(result_of, ranks, Path(folder, name), name)
+            yield name, partial(_result, ranks, Path(folder, name), name)
         while not ranks.join():
             pass
+
+
+def _result(ranks: Any, path: Path, name: str) -> dict[str, Any]:
+    """Wait for rank 0's figures of a case; a rank that fails raises here."""
+    while not path.exists():
+        if ranks.join(timeout=0.1) and not path.exists():
+            raise RuntimeError(f"the ranks ended before {name}")
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
 
 
 def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update({**HOST, "NCCL_HOSTID": f"host-{rank}", "SMP_RANKS_PER_NODE": str(RANKS_PER_NODE)})
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
-    delays = Delays()
+    delays = _Delays()
     delays.put_in()
     device = torch.device(kind, *((0,) if kind == "cuda" else ()))
     if kind == "cuda":
@@ -93,7 +122,7 @@ def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     dist.destroy_process_group()
 
 
-def _compared(name: str, device: torch.device, rank: int, delays: Delays) -> dict[str, Any]:
+def _compared(name: str, device: torch.device, rank: int, delays: _Delays) -> dict[str, Any]:
     train = _training_of(name, rank)
     on_cpu = train(torch.device("cpu"))
     began = time.perf_counter()
@@ -137,3 +166,36 @@ def _training_of(name: str, rank: int) -> Callable[[torch.device], Trained]:
         return found.losses, {key: value.cpu() for key, value in found.weights.items()}
 
     return sharded if name in SHARDED else split
+
+
+class _Delays:
+    """Kernels that do nothing for a random time, before and after every collective."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._random = random.Random(os.getpid())
+
+    def put_in(self) -> None:
+        for name in (
+            "all_reduce",
+            "all_to_all_single",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_gather_single",
+            "reduce_scatter_single",
+        ):
+            if hasattr(dist, name):
+                setattr(dist, name, self._around(getattr(dist, name)))
+
+    def _around(self, collective: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._wait()
+            work = collective(*args, **kwargs)
+            self._wait()
+            return work
+
+        return called
+
+    def _wait(self) -> None:
+        if self.on:
+            torch.cuda._sleep(int(self._random.random() * 3e6))

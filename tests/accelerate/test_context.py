@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,35 @@ def test_a_bare_loop_equals_one_process(stream: bool, staged: bool) -> None:
         torch.testing.assert_close(seen["logits"], expected["logits"], atol=1e-5, rtol=0)
         for name, value in expected["weights"].items():
             assert (seen["weights"][name] - value).abs().max() <= 1e-5, name
+
+
+def losses_of_batches(how: str) -> list[float] | str:
+    """The losses of three batches, read in different ways; or what is refused."""
+    accelerator = fresh_accelerator(shard_degree=2, context_parallel_degree=2)
+    model, loader = accelerator.prepare(make_model().double(), DataLoader(make_rows(3 * BATCH, 1), batch_size=BATCH))
+
+    def read_ahead() -> Iterator[Any]:
+        batches = iter(loader)
+        before = next(batches)
+        for batch in batches:
+            yield before
+            before = batch
+        yield before
+
+    ways: dict[str, Any] = {"as it is": lambda: loader, "a list": lambda: list(loader), "ahead": read_ahead}
+    losses = []
+    try:
+        for batch in ways[how]():
+            with torch.no_grad():
+                losses.append(accelerator.reduce(model(**batch).loss.double(), "mean").item())
+    except ValueError as error:
+        return str(error)
+    return losses
+
+
+def test_a_batch_that_its_loader_has_left_behind_is_refused() -> None:
+    """Its rank's part of a sequence alone would be attended over, without a word."""
+    assert len(run_ranks(losses_of_batches, 2, "as it is")[0]) == 3
+    for how in ("a list", "ahead"):
+        for said in run_ranks(losses_of_batches, 2, how):
+            assert isinstance(said, str) and "no list(loader), and no reading ahead" in said

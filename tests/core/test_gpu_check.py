@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import four_ranks, one_process, page, run, steps
+from benchmarks.gpu import nccl_ranks, one_process, page, run, steps
 from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import ITEMS, PART_SECONDS, PARTS, Item, Rows
 from benchmarks.gpu.traces import beside_compute, gaps
@@ -34,7 +34,7 @@ def test_every_item_has_rows_and_every_row_knobs_that_there_are() -> None:
     for item in ITEMS:
         module, function = item.where.split(":")
         assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)), item.name
-    for knobs in (*one_process.KNOBS.values(), *four_ranks.KNOBS.values(), *steps.MODES.values(), steps.LONG):
+    for knobs in (*one_process.KNOBS.values(), *nccl_ranks.SHARDED.values(), *steps.MODES.values(), steps.LONG):
         SmpConfig(**{"shard_degree": 1, **knobs})
 
 
