@@ -137,6 +137,9 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             from this device, DeepSpeed or Megatron-LM.
     """
 
+    counts_ranks_itself = False
+    """True while Trainer computes with ``num_processes``, in which ranks of one batch count once."""
+
     def __init__(
         self,
         *args: Any,
@@ -307,6 +310,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """The layout in Accelerate's terms; None while ``shard_degree="auto"`` waits for the first model."""
+        if self.counts_ranks_itself:
+            return None
         return self._parallelism if self.sharding else super().parallelism_config
 
     @property

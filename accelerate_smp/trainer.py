@@ -142,6 +142,25 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     get_cp_size = get_tp_size
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as Trainer does."""
+        with self._counting_ranks_once():
+            return super().compute_loss(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counting_ranks_once():
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counting_ranks_once(self) -> Iterator[None]:
+        """Let the accelerator tell Trainer of no ranks that share a batch: Transformers before 5.20 divides counts and
+        ``num_processes`` by them, which here counts them once already (a loss of 0 at two tensor ranks)."""
+        before, self.accelerator.counts_ranks_itself = self.accelerator.counts_ranks_itself, True
+        try:
+            yield
+        finally:
+            self.accelerator.counts_ranks_itself = before
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of an optimizer step over all ranks."""
         samples: int = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
