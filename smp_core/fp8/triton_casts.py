@@ -126,7 +126,8 @@ def cast_fused(
     columns: bool,
     amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is), and the 0-d float32 amax of ``x_RC``.
+    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is), and the 0-d float32 amax of
+    ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.

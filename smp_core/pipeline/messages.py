@@ -121,10 +121,13 @@ class Messages:
             pairs.append((last, 0))
         for pair in pairs:
             for sender, receiver in (pair, pair[::-1]):
+                work: dist.Work | None = None
                 if own == sender:
-                    dist.isend(number, self._column[receiver], self._group).wait()
+                    work = dist.isend(number, self._column[receiver], self._group)
                 elif own == receiver:
-                    dist.irecv(number, self._column[sender], self._group).wait()
+                    work = dist.irecv(number, self._column[sender], self._group)
+                if work is not None:
+                    work.wait()
 
     def begin(self, key: Hashable, call: Hashable) -> None:
         """Begin a step whose micro-batches are all of one kind.
