@@ -46,6 +46,12 @@ TESTED = {
 _WRITTEN = 64 * 2**20  # bytes of the storage check
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
 
+# Environment variables that decide how NCCL connects, waits and takes memory (docs/nccl.md).
+_FOR_NCCL = (
+    *("NCCL_", "TORCH_NCCL_", "FI_", "OFI_NCCL_"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+)
+
 
 def versions() -> Iterator[Finding]:
     """Compare installed versions with the oldest that work and with those tested."""
@@ -115,6 +121,9 @@ def network() -> Iterator[Finding]:
         if missing:
             fix = f"unset it, or choose among {', '.join(sorted(interfaces))}"
             yield Finding(variable, "problem", f"{', '.join(missing)}: no such interface", fix)
+    told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_FOR_NCCL))
+    if told:
+        yield Finding("NCCL is told", "ok", ", ".join(told))
     if torch.cuda.is_available():
         if not dist.is_nccl_available():
             yield Finding("NCCL", "problem", "torch is built without it", "install a CUDA build of torch")

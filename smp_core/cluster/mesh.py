@@ -283,6 +283,8 @@ class _Groups:
         # For large tensors NCCL takes other ways, which it connects apart.
         sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
         for group in self._unused:
+            if dist.get_world_size(group) == 1:
+                continue  # nobody calls a collective in it, and NCCL may take half a GiB for its communicator
             for size in sizes:
                 dist.all_reduce(torch.zeros(size, device=self._device), group=group)
         self._unused.clear()

@@ -32,6 +32,7 @@ class CommObject:
         self.meter = meter
         self._prefix = prefix
         self._ranks: dict[dist.ProcessGroup, list[int]] = {}
+        self._links: dict[dist.ProcessGroup, LinkClass] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -40,6 +41,12 @@ class CommObject:
         if group not in self._ranks:
             self._ranks[group] = dist.get_process_group_ranks(group)
         return self._ranks[group]
+
+    def link_of(self, group: dist.ProcessGroup) -> LinkClass:
+        """Return the class of the group's slowest link."""
+        if group not in self._links:
+            self._links[group] = "inter" if self.meter.topology.spans_nodes(self.ranks_of(group)) else "intra"
+        return self._links[group]
 
     def counted_to_its_end(self, work: dist.Work | None, kind: str, ranks: Sequence[int]) -> dist.Work | None:
         """Let the seconds that are spent waiting for ``work`` of a ring count too; its bytes have been counted."""
@@ -89,7 +96,7 @@ class FlatAllGather(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         ranks, wait_later = self.ranks_of(group), async_op or self._deferred
-        inside = len(ranks) > 1 and not self.meter.topology.spans_nodes(ranks)
+        inside = len(ranks) > 1 and self.link_of(group) == "intra"
         if inside and prefers_messages(group, output_tensor.device):
             return self._by_messages(output_tensor.view(len(ranks), -1), input_tensor, group, wait_later)
         n_bytes = output_tensor.numel() * output_tensor.element_size()
@@ -137,7 +144,7 @@ class FlatReduceScatter(CommObject):
         divisor = average_divisor(op, len(ranks))
         shard_bytes = output_tensor.numel() * output_tensor.element_size()
         sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]
-        link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
+        link = self.link_of(group)
         with self.meter.point_to_point(f"{self._prefix}reduce_scatter", sent, link):
             add_up = start_sum_rows(output_tensor, input_tensor.view(len(ranks), -1), group, REDUCE)
 

@@ -84,6 +84,7 @@ class CommMeter:
         self._total: dict[str, float] = defaultdict(float)
         self._spare: list[Events] = []  # recorded again by later collectives
         self.steps = 0
+        self._rings: dict[int, tuple[Sequence[int], LinkClass, LinkClass]] = {}
 
     @contextlib.contextmanager
     def ring(self, kind: str, ranks: Sequence[int], full_bytes: int, *, new_call: bool = True) -> Iterator[None]:
@@ -99,12 +100,22 @@ class CommMeter:
             yield
             return
         sent = _RING_FACTOR[kind] * full_bytes * (len(ranks) - 1) / len(ranks)
-        right = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
-        # A ring is as slow as its slowest link, so its time belongs to that class on every rank.
-        slowest: LinkClass = "inter" if self.topology.spans_nodes(ranks) else "intra"
+        slowest, to_right = self._links_of(ranks)
         with self._timed(kind, slowest, new_call):
             yield
-        self._current[kind, self._link(right)].bytes_[self._link(right)] += sent
+        self._current[kind, to_right].bytes_[to_right] += sent
+
+    def _links_of(self, ranks: Sequence[int]) -> tuple[LinkClass, LinkClass]:
+        """Return the class of a ring's slowest link, to which its time belongs on every rank, and of the link that this
+        rank sends over. Asked in every collective, and found once for each group's list of ranks."""
+        known = self._rings.get(id(ranks))
+        if known is None or known[0] is not ranks:
+            right = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+            slowest: LinkClass = "inter" if self.topology.spans_nodes(ranks) else "intra"
+            known = ranks, slowest, self._link(right)
+            if len(self._rings) < _MANY:
+                self._rings[id(ranks)] = known
+        return known[1], known[2]
 
     @contextlib.contextmanager
     def point_to_point(

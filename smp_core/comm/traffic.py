@@ -107,9 +107,10 @@ class Traffic:
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"
-        for hop in dict.fromkeys((self._of_units.hop, self.of_replicated.hop)):
+        hops = [self._of_units.hop, *([self.of_replicated.hop] if any(plan.replicated_parameters) else [])]
+        for hop in dict.fromkeys(hops):
             if hop.stages is not None or hop.codec is not None or over_world:
-                hop.connect()
+                hop.connect(plan.dtypes.reduced or torch.float32)
 
     def route_of(self, unit: Unit) -> Route:
         """Return the route of a unit's sums: over the replication group, since FSDP2 has added up inside the partition

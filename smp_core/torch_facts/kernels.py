@@ -17,7 +17,9 @@ def device_multiplies_fp8(device: torch.device) -> bool:
     tests.
     """
     if device not in _CAPABLE:
-        _CAPABLE[device] = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        # On ROCm "cuda" is AMD's, whose numbers mean something else and whose FP8 formats are others.
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        _CAPABLE[device] = is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
     return _CAPABLE[device]
 
 

@@ -413,6 +413,9 @@ def end_within(seconds: float) -> None:
 def looks_like_a_lost_peer(error: BaseException) -> bool:
     """Return whether an error came from a collective that lost its peer, and not from this rank itself."""
     text = str(error).lower()
+    own = ("out of memory", "calloc", "unhandled cuda error", "invalid usage", "peer access", "device-side assert")
+    if any(sign in text for sign in own):
+        return False  # also where NCCL says so
     signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 

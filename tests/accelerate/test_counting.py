@@ -162,3 +162,24 @@ def test_trainer_counts_the_tokens_and_samples_of_one_process(tmp_path: Path) ->
 
 def all_seen(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tokens_seen(folder / str(place), 1, knobs) for place, knobs in enumerate(cases)]
+
+
+def samples_of_a_step(folder: Path, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """What Trainer takes for it, before the model is prepared, which a resume compares; and the tensor ranks by which
+    Transformers before 5.20 divides ``num_processes`` and counts of targets."""
+    found = []
+    for place, knobs in enumerate(cases):
+        trainer, _ = make_trainer(folder / str(place), 8, 2, knobs, per_device_train_batch_size=8)
+        with trainer._counting_ranks_once():
+            divisor = getattr(trainer.accelerator.parallelism_config, "tp_size", 1)
+        found.append((trainer.get_total_train_batch_size(trainer.args), divisor))
+    return found
+
+
+def test_ranks_that_share_a_batch_read_its_samples_once(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [
+        {"tensor_parallel_degree": 2},
+        {"context_parallel_degree": 2, "shard_degree": 2},
+        {"pipeline_parallel_degree": 2},
+    ]
+    assert run_ranks(samples_of_a_step, 2, tmp_path, cases) == [[(16, 1)] * len(cases)] * 2

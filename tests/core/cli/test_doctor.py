@@ -58,3 +58,10 @@ def test_the_command_has_a_status(tmp_path: Path) -> None:
     quiet = [doctor.Finding("torch", "ok", "2.13.0")]
     with mock.patch.object(doctor, "findings", lambda _: quiet):
         assert CliRunner().invoke(app, ["doctor", "--folder", str(tmp_path)]).exit_code == 0
+
+
+def test_what_nccl_is_told_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    told = next(finding for finding in doctor.network() if finding.topic == "NCCL is told")
+    assert "NCCL_DEBUG=INFO, TORCH_NCCL_TRACE_BUFFER_SIZE=2000" in told.found

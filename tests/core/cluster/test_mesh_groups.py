@@ -32,7 +32,8 @@ def groups_of(mesh: SmpMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def look_at_new_groups(cases: list[dict[str, Any]], limit: float) -> list[tuple[list[str], list[str]]]:
-    """Groups that nobody has used when the mesh is there, and those with a time limit of their own."""
+    """Groups of several ranks that nobody has used when the mesh is there, and used ones of one rank; and those with a
+    time limit of their own."""
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=limit))
     found, used = [], set()
@@ -48,7 +49,9 @@ def look_at_new_groups(cases: list[dict[str, Any]], limit: float) -> list[tuple[
             groups = groups_of(mesh)
         limits = {name: group._get_backend(mesh.device).options._timeout for name, group in groups.items()}
         others = [name for name, its in limits.items() if its != timedelta(seconds=limit)]
-        found.append(([name for name, group in groups.items() if group not in used], others))
+        alone = [group for group in used if dist.get_world_size(group) == 1]
+        unused = [name for name, group in groups.items() if group not in used and dist.get_world_size(group) > 1]
+        found.append(([*unused, *map(str, alone)], others))
     return found
 
 

@@ -1,0 +1,74 @@
+"""What the hop sends when ranks are connected at the start: what its sums will send, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_core.codecs.codec import codec
+from smp_core.comm import replica_hop
+from smp_core.comm.background import Background
+from smp_core.comm.meter import CommMeter
+from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.topology import Topology
+from smp_core.watch.rank_watch import looks_like_a_lost_peer
+from tests.harness import run_ranks
+
+VERBS = ("all_to_all", "sum_rows", "gather_rows")
+
+
+def sent(payload: str | None, sums: bool) -> set[str]:
+    """The verbs of a hop's connection, or of one sum of float32 by it."""
+    found: set[str] = set()
+
+    def noting(name: str) -> Any:
+        plain = getattr(replica_hop, name)
+
+        def call(*args: Any) -> Any:
+            found.add(name)
+            return plain(*args)
+
+        return call
+
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    alone = next(group for group in map(dist.new_group, ([0], [1])) if isinstance(group, dist.ProcessGroup))
+    meter = CommMeter(Topology.uniform(2, 1), dist.get_rank())
+    background = Background(torch.device("cpu"))
+    hop = ReplicaHop(meter, world, (alone, world), background, None if payload is None else codec(payload))  # type: ignore[arg-type]
+    with mock.patch.multiple(replica_hop, **{name: noting(name) for name in VERBS}):
+        if not sums:
+            hop.connect(torch.float32)
+        else:
+            pending = hop(torch.ones(64))
+            assert pending is not None
+            pending.wait()
+    return found
+
+
+@pytest.mark.parametrize("payload", [None, "bf16", "int8"])
+def test_what_connects_ranks_is_what_sums_send(payload: str | None) -> None:
+    """An all-to-all that no sum sends costs gigabytes on every rank: NVIDIA/nccl#1685."""
+    connected = run_ranks(sent, 2, payload, False)[0]
+    if payload is None:
+        assert connected == run_ranks(sent, 2, payload, True)[0] == {"sum_rows", "gather_rows"}
+    else:  # what is encoded goes through messages of comm/encoded_sum.py
+        assert "all_to_all" in connected
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("NCCL error: unhandled system error, Failed to CUDA calloc async 536870912 bytes", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB (NCCL)", False),
+        ("CUDA error: peer access is not supported between these two devices", False),
+        ("NCCL error: invalid usage", False),
+        ("NCCL error: remote process exited or there was a network error", True),
+        ("Connection closed by peer", True),
+    ],
+)
+def test_a_ranks_own_failure_is_not_the_loss_of_another(text: str, lost: bool) -> None:
+    assert looks_like_a_lost_peer(RuntimeError(text)) is lost
