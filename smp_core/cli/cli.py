@@ -17,7 +17,7 @@ _COMMANDS = {
     "plan": "smp_core.planner.commands",
     "topology": "smp_core.cli.topology_command",
     "doctor": "smp_core.cli.doctor",
-    "report": "smp_core.report.page",
+    "report": "smp_core.report.commands",
     "fp8-report": "smp_core.fp8.monitoring",
     "memory-report": "smp_core.observe.memory_log",
     "verify": "smp_core.verify.commands",

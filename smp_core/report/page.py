@@ -11,16 +11,14 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jinja2
-import typer
 from markupsafe import Markup
 
 from smp_core.cluster import Layout
 from smp_core.observe import PARTS
-from smp_core.outside import console, number, numbers, write_new
+from smp_core.outside import number, numbers
 from smp_core.plan import svg_picture
 from smp_core.report.charts import Charts, Points
 from smp_core.report.verdict import STALLS, verdict
@@ -410,20 +408,3 @@ def _kind(line: Mapping[str, Any]) -> str:
 
 def _names(runs: Sequence[Run]) -> list[str]:
     return [run.name for run in runs]
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="the folder of a run, or its run.jsonl; two are compared")],
-    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the first run's folder")] = None,
-) -> None:
-    """Make one HTML file about a run: what was asked and chosen, loss, throughput, time, bytes, memory, a verdict."""
-    if len(runs) > 2:
-        raise ValueError(f"{len(runs)} runs were given; allowed: one, or two to compare")
-    read = [Run.read(path) for path in runs]
-    if len(read) == 2 and read[0].name == read[1].name:
-        for run, path in zip(read, runs, strict=True):
-            run.name = str(path)
-    folder = runs[0] if runs[0].is_dir() else runs[0].parent
-    target = out or folder / "report.html"
-    write_new(target, page(read).encode())
-    console().print(f"{target}", soft_wrap=True)
