@@ -81,7 +81,9 @@ KINDS: dict[str, Kind] = {
         "Mamba2", {**_TEXT, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4}
     ),
     "Rwkv": _decoder("Rwkv", {**_TEXT, "attention_hidden_size": 32, "context_length": 64}),
-    "XLNet": Kind("XLNetLMHeadModel", "XLNetConfig", {**_TEXT, "d_inner": 48, "use_mems_train": False}),
+    "XLNet": Kind(
+        "XLNetLMHeadModel", "XLNetConfig", {**_SIZES, **_WORDS, "d_head": 8, "d_inner": 48, "use_mems_train": False}
+    ),
     # Experts, latent attention, stacks of several kinds of layers.
     "DeepseekV2": _decoder("DeepseekV2", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     "DeepseekV3": _decoder("DeepseekV3", {**_LATENT, **_EXPERTS, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}),
@@ -117,7 +119,9 @@ KINDS: dict[str, Kind] = {
         "ProphetNetForConditionalGeneration",
         "ProphetNetConfig",
         {
-            **_BOTH, "hidden_size": 32, "num_encoder_layers": 4, "num_decoder_layers": 4, "ngram": 2, "num_buckets": 8,
+            **_WORDS, "decoder_start_token_id": 1, "use_cache": False, "max_position_embeddings": 64,
+            "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+            "hidden_size": 32, "num_encoder_layers": 4, "num_decoder_layers": 4, "ngram": 2, "num_buckets": 8,
             "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "relative_max_distance": 16,
         },
         "pair",
