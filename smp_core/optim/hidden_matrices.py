@@ -82,7 +82,8 @@ def _tables(model: nn.Module) -> set[int]:
     rows = {module.num_embeddings for module in embeddings}
     heads = []
     for module in model.modules():
-        said = module.get_output_embeddings() if callable(getattr(module, "get_output_embeddings", None)) else None
+        head_of: Any = getattr(module, "get_output_embeddings", None)
+        said = head_of() if callable(head_of) else None
         is_head = isinstance(module, nn.Linear) and module.out_features in rows
         heads += [head for head in (said, module if is_head else None) if head is not None]
     return {id(module.weight) for module in (*embeddings, *heads)}

@@ -2,9 +2,9 @@
 
 Momentum stays sharded as the parameters are. In a step all matrices of a partition group travel to their owners and
 back (:mod:`smp_core.optim.owners`), in the dtype of the iteration: bfloat16 loses nothing, since the iteration begins
-by rounding to it and ends in it. Replicas repeat the work. Matrices that a rank holds whole are worked on where they are:
-unsharded parameters, and stacks [experts, rows, columns] that are sharded by experts. What is sharded in another way
-(layers over tensor ranks) is gathered by every rank.
+by rounding to it and ends in it. Replicas repeat the work. Matrices that a rank holds whole are worked on where they
+are: unsharded parameters, and stacks [experts, rows, columns] that are sharded by experts. What is sharded in another
+way (layers over tensor ranks) is gathered by every rank.
 
 The rest of a model (embeddings, head, vectors) is stepped by torch's AdamW in the same optimizer, by groups:
 :func:`smp_core.optim.muon_groups` makes them.

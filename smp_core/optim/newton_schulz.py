@@ -7,7 +7,7 @@ that a matrix comes out bit for bit as there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ def orthogonalize(
         x = x.mT
     if x.ndim == 2:
         x.div_(x.norm().clamp(min=eps))
-        product = torch.addmm
+        product: Callable[..., torch.Tensor] = torch.addmm
     else:
         x = x.reshape(-1, *x.shape[-2:])
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
