@@ -40,6 +40,7 @@ WRITER = "smp-memory-checkpoint"
 INDEX, REST, REST_PT = "index.json", "rest.json", "rest.pt"
 LAYOUTS = "layouts"  # in a manifest's metadata: the digest of each rank's index; ranks of equal ones have equal tensors
 _ALGORITHM = "xxh3"
+_SMALL_BYTES = 1 << 20  # of each rank's part: written in less time than it would take beside training
 _PIECE_BYTES = 1 << 20  # of a copy to another node: a message of training waits for one piece at most
 
 
@@ -90,16 +91,18 @@ class MemorySaver:
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._error: BaseException | None = None
-        self._is_first = True
+        self._waits = True  # for the first state; and for each, where that was small
 
     def save(self, state: Mapping[str, Any], step: int, metadata: dict[str, Any], per_rank: Any) -> None:
         """Stage a state and return. Collective; parameters and optimizer states may change after
         :meth:`before_update`, everything else at once.
 
         Raises:
-            CheckpointError: on all ranks: the save before this one failed; or the first one did, which is waited for.
+            CheckpointError: on all ranks: the save before this one failed; or this one did, which is waited for if it
+                is the run's first, or small.
         """
         self.wait()
+        waits = self._waits
         self.slots.turn()
         for rank in {self._ranks.rank, self._before}:
             self._folder.uncommit(part_name(rank, self.slots.number))
@@ -113,8 +116,7 @@ class MemorySaver:
         facts = (step, metadata)
         self._thread = threading.Thread(target=self._write, args=(staged, problem, facts), name=WRITER, daemon=True)
         self._thread.start()
-        if self._is_first:
-            self._is_first = False
+        if waits:
             self.wait()
 
     def before_update(self) -> None:
@@ -183,6 +185,7 @@ class MemorySaver:
             self._give_up(step, f"{why}; change parameters before the batch's last hook, or save to disk")
             return
         assert staged is not None
+        self._waits = max(part.files[TENSORS].bytes for part in parts) <= _SMALL_BYTES
 
         # What is the same for all ranks.
         found = self._ranks.on_first(what, lambda: self._shared(staged, parts, step, metadata))

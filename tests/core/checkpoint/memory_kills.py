@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from smp_core.checkpoint import load_checkpoint
-from smp_core.checkpoint.memory import slots as memory_slots
+from smp_core.checkpoint.memory import save as memory_save, slots as memory_slots
 from smp_core.checkpoint.memory.tier import MemoryTier
 from tests.core.checkpoint.kill_trials import fork
 
@@ -39,6 +39,7 @@ def tier(folder: Path) -> MemoryTier:
 
 
 def killed_before(number: int, folder: Path) -> None:
+    memory_save._SMALL_BYTES = -1  # beside training, as states are that are not small
     kept = tier(folder)
     kept.leave()
     for step in (1, 2):

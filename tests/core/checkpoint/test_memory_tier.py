@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank, save_checkpoint
 from smp_core.checkpoint.memory import save as memory_save, tier as memory_tier
+from smp_core.checkpoint.memory.folder import NodeMemory
 from smp_core.checkpoint.memory.slots import SharedSlots
 from smp_core.checkpoint.memory.tier import MemoryTier
 from smp_core.checkpoint.untrusted import StoreError
@@ -120,6 +122,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are kept beside training, as those are that are not as small as here."""
+    monkeypatch.setattr(memory_save, "_SMALL_BYTES", -1)
+
+
 def steps_in(folder: Path) -> list[int]:
     return sorted(map(step_in, files(folder, "rank-*/manifest.json")))
 
@@ -177,7 +185,9 @@ def test_what_is_damaged_or_not_ours_is_as_if_it_were_not_there(alone: Path, nam
     assert found_in(alone) == 3
 
 
-def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_ends_in_the_middle_leaves_the_state_before(
+    alone: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = kept_until(alone, 2)
 
     def killed(*_: Any) -> None:
@@ -192,7 +202,7 @@ def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, mon
     assert found_in(alone) == 2
 
 
-def test_a_state_that_is_given_up_costs_no_other(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_given_up_costs_no_other(alone: Path, beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 3 changes while it is copied, and the save after it is killed."""
 
     def killed(*_: Any) -> None:
@@ -208,6 +218,19 @@ def test_a_state_that_is_given_up_costs_no_other(alone: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="killed here"):
         kept._saver.wait()
     assert found_in(alone) == 2
+
+
+def test_a_small_state_is_kept_before_training_goes_on(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, write = kept_until(alone, 1), NodeMemory.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.05)
+        write(*args)
+
+    monkeypatch.setattr(NodeMemory, "write", slow)
+    for step in (2, 3):
+        kept.save(state_of(step), step, {}, step)
+        assert steps_in(alone) == [step - 1, step]
 
 
 def test_a_store_that_fails_once_costs_one_state(
@@ -229,7 +252,7 @@ def test_a_store_that_fails_once_costs_one_state(
     assert found_in(alone) == 3
 
 
-def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_waits_for_the_copy(alone: Path, beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, gate, copy = kept_until(alone, 1), threading.Event(), SharedSlots.copy_rest
 
     def copy_later(slots: SharedSlots) -> list[str]:
@@ -249,7 +272,9 @@ def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.Monke
     assert found_in(alone) == 2
 
 
-def test_a_run_waits_for_what_the_one_before_still_writes(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_waits_for_what_the_one_before_still_writes(
+    alone: Path, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that fails does not wait for its last save. Another one in the process finds it."""
     kept, gate, copy = kept_until(alone, 1), threading.Event(), SharedSlots.copy_rest
 

@@ -404,7 +404,7 @@ class OnRanks(Run):
 def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Let modules compute with rounded parameters. (functional_call of torch 2.13 leaves them in modules that several
     others share.)"""
-    made = {parameter: parameter.to(dtype) for parameter in model.parameters() if parameter.ndim and parameter.numel()}
+    made = {parameter: parameter.to(dtype) for parameter in model.parameters() if parameter.numel()}
     before = [(module, dict(module._parameters)) for module in model.modules()]
     for module, parameters in before:
         module._parameters.update({name: made.get(p, p) for name, p in parameters.items() if p is not None})  # type: ignore[arg-type, misc]
