@@ -3,6 +3,7 @@ process's training to 1e-12 in float64 (the iteration multiplies what sums in an
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -242,6 +243,33 @@ def test_states_that_are_not_in_shards_on_the_device_are_refused() -> None:
     for world, host in run_ranks(refusals, 2):
         assert "optimizer_shard='world'" in world and "Muon looks across a tensor" in world
         assert "state_offload='optimizer'" in host and "torch.optim.AdamW" in host
+
+
+def torchs_on_shards() -> list[str]:
+    """What is said of torch.optim.Muon, and why it is refused where a matrix has fewer rows than ranks."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    for narrow in (4, 3):
+        parallel = parallel_model(net(32, narrow).float(), shard_degree=4)
+        try:
+            parallel.prepare_optimizer(torch.optim.Muon(matrices_of(parallel.module)))
+        except ValueError as error:
+            said.append(str(error))
+    logging.getLogger("smp").removeHandler(handler)
+    return [text for text in said if "Muon" in text]
+
+
+def test_torchs_own_is_accepted_with_what_it_sends_and_refused_where_it_fails() -> None:
+    (warning, refused), *others = run_ranks(torchs_on_shards, 4)
+    # three wide matrices [12, 32] and [4, 12], three tall ones [32, 12]; one [4, 12] is shared and not sharded
+    wide = 3 * (2 * 12 * 32 + 12**2) + (2 * 4 * 12 + 4**2)
+    sent = 5 * 3 / 4 * (wide + 3 * 4 * 12**2) * 2
+    assert f"about {sent / 2**30:.3g} GiB from each rank" in warning
+    for said in ([refused], *others):
+        assert len(said) == 1 and "Muon cannot step sharded parameters" in said[0]
+        assert "use smp_core.optim.Muon(muon_groups(model))" in said[0]
 
 
 def test_wrong_options_are_refused_by_name() -> None:
