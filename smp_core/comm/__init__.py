@@ -14,7 +14,11 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.comm.background import Background as Background, Pending as Pending
     from smp_core.comm.deferred import Deferred as Deferred
-    from smp_core.comm.exchange import prefers_messages as prefers_messages, sum_rows as sum_rows
+    from smp_core.comm.exchange import (
+        Message as Message,
+        prefers_messages as prefers_messages,
+        sum_rows as sum_rows,
+    )
     from smp_core.comm.flat import (
         CommObject as CommObject,
         FlatAllGather as FlatAllGather,

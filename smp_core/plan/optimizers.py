@@ -62,7 +62,8 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     "SGD": (0, _if_set("momentum")),
     **dict.fromkeys(("Adam", "AdamW"), (2, _if_set("amsgrad"))),
     **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta"), (2, _if_set())),
-    **dict.fromkeys(("Adagrad", "ASGD", "Muon"), (1, _if_set())),
+    **dict.fromkeys(("Adagrad", "ASGD"), (1, _if_set())),
+    "Muon": (1, lambda group: group.get("algorithm") == "adamw"),  # ours has groups that AdamW steps
     "RMSprop": (1, _if_set("momentum", "centered")),
     "Lion": (1, _if_set()),  # of several libraries, which agree
 }

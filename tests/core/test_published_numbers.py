@@ -221,3 +221,17 @@ def test_the_cost_of_a_check_of_every_byte_is_that_of_the_result() -> None:
         low, middle, high = quartiles["seconds"]
         processor = quartiles["processor seconds"][1]
         assert f"{middle} times as long ({low} to {high}), {processor} in processor time, [{name}.json]" in text
+
+
+def test_the_tables_of_optimizers_are_those_of_the_result() -> None:
+    spec = importlib.util.spec_from_file_location("optimizers_tried", Path(ROOT, "benchmarks", "optimizers.py"))
+    assert spec is not None and spec.loader is not None
+    bench: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    found, text = result("optimizers"), page("docs/optimizers.md")
+    shown = text.split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
+    assert shown.strip() == bench.table(found).strip(), "run benchmarks/optimizers.py --page"
+    kinds = {(row["library"], row["name"]) for row in found["rows"] if row["verdict"] != "not tried"}
+    assert len(kinds) >= 60
+    seconds = [row["seconds"] for row in found["rows"] if row["verdict"] == "refused"]
+    assert max(seconds) < 5

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from smp_core.optim import Muon
+
 K = TypeVar("K", bound=type[torch.optim.Optimizer])
 
 TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -42,7 +44,7 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor)
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon)
 # Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (

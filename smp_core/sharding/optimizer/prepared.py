@@ -30,7 +30,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
+from smp_core.optim import Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
@@ -63,6 +65,8 @@ class SteppedModel(Protocol):
     def units(self) -> tuple[ShardedUnit, ...]: ...
     @property
     def replaced(self) -> ReplacedParameters: ...
+    @property
+    def meter(self) -> CommMeter: ...
     def reshard(self) -> None: ...
 
 
@@ -303,6 +307,9 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
+    if isinstance(optimizer, Muon):
+        _require_on_device(models)
+        optimizer.meter = models[0].meter
     homes = Homes(models)
     homes.take_in(optimizer)
     host = any(model.config.state_offload == "optimizer" for model in models)
@@ -329,6 +336,16 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return True
+
+
+def _require_on_device(models: Sequence[SteppedModel]) -> None:
+    """Refuse states in host memory, where ranks cannot exchange the matrices of Muon's step."""
+    for model in models:
+        if model.config.state_offload is not None:
+            raise ValueError(
+                f"state_offload={model.config.state_offload!r} steps in host memory, where Muon cannot exchange "
+                "matrices between ranks; leave state_offload out, or use torch.optim.AdamW"
+            )
 
 
 def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:

@@ -14,7 +14,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,13 +43,34 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
     meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
     if kind in TORCHS_ELEMENTWISE or not meshes:
         return
+    is_muon = kind.__name__.lower().endswith("muon")
+    instead = "smp_core.optim.Muon(muon_groups(model))" if is_muon else "another optimizer, such as AdamW"
     refusal = (
-        f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use another optimizer, such as "
-        "AdamW, or shard_degree=1 without tensor ranks, where parameters are whole"
+        f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use {instead}, or shard_degree=1 "
+        "without tensor ranks, where parameters are whole"
     )
     for failure in of_all_ranks(_failure_on_shards(optimizer, meshes)):
         if failure is not None:
             raise ValueError(refusal % failure)
+    if isinstance(optimizer, torch.optim.Muon):
+        _say_what_torchs_muon_sends(sharded)
+
+
+def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
+    """Warn of the collectives inside of each step: DTensor gathers a wide matrix twice in each of five iterations and
+    its square once, and adds up the square of a tall one twice; in bfloat16."""
+    sent = 0.0
+    for matrix in matrices:
+        rows, columns = matrix.shape
+        share = 1 - 1 / matrix.device_mesh.size()
+        elements = 2 * rows * columns + rows**2 if rows <= columns else 4 * columns**2
+        sent += 5 * share * elements * torch.bfloat16.itemsize
+    if dist.get_rank() == 0:
+        logger.warning(
+            "torch.optim.Muon works on whole matrices on every rank: each step sends about %.3g GiB from each rank; "
+            "smp_core.optim.Muon(muon_groups(model)) sends each matrix to one rank and back",
+            sent / 2**30,
+        )
 
 
 def held(group: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -1,0 +1,18 @@
+"""Optimizers that know of shards.
+
+Muon orthogonalizes whole matrices, each on the one rank that owns it (owners); ``muon_groups`` says which parameters
+of a model these are. Which of other libraries' optimizers may step shards is said in sharding/optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smp_core import lazy_exports
+
+if TYPE_CHECKING:
+    from smp_core.optim.hidden_matrices import muon_groups as muon_groups
+    from smp_core.optim.muon import Muon as Muon
+    from smp_core.optim.owners import KIND as KIND
+else:
+    __getattr__, __all__ = lazy_exports(__name__, __file__)

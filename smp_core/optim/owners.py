@@ -1,0 +1,153 @@
+"""Whole matrices, each on the one rank that works on it: there and back in one exchange each.
+
+The rows of a matrix lie on P ranks, torch's chunks of dim 0. Each matrix has an owner, to which all ranks send their
+rows; the owner works on the whole matrix and sends every rank its rows of the result. Owners are chosen so that all
+have about as much to do, the largest matrices first. Both ways together the ranks send 2(P-1)/P of the matrices' bytes,
+where an all-gather for each of them would send P-1 times the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm import CommMeter, LinkClass, Message
+from smp_core.comm.exchange import exchange
+
+KIND = "muon"
+"""As what the meter counts these messages."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A whole matrix inside a sharded parameter: all of it, or some of its rows or columns (a head, the queries of a
+    fused projection).
+
+    Attributes:
+        parameter: its place in the list of parameters.
+        n_rows: of the parameter, which say how its rows are dealt out.
+        rows, columns: (first, end) of the matrix in the whole parameter.
+    """
+
+    parameter: int
+    n_rows: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    def rows_of(self, rank: int, degree: int) -> tuple[int, int]:
+        """Return (first, end) of the matrix's rows that a rank holds, counted from the rank's first row."""
+        chunk = -(-self.n_rows // degree)
+        first, end = min(rank * chunk, self.n_rows), min((rank + 1) * chunk, self.n_rows)
+        begin, stop = max(self.rows[0], first), min(self.rows[1], end)
+        return (begin - first, stop - first) if begin < stop else (0, 0)
+
+    def part_of(self, local: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
+        """Return this matrix's part of the rows [n, columns] that a rank holds, as a view."""
+        first, end = self.rows_of(rank, degree)
+        return local[first:end, self.columns[0] : self.columns[1]]
+
+
+def deal(costs: Sequence[int], n_owners: int) -> list[int]:
+    """Return the owner of each piece of work, by its cost: the largest first, each to whom has least so far."""
+    loads = [0] * n_owners
+    owners = [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+        owner = loads.index(min(loads))
+        owners[piece] = owner
+        loads[owner] += costs[piece]
+    return owners
+
+
+class Owners:
+    """The ranks of one group, and what each of them owns of some matrices.
+
+    Args:
+        cost: of work on a matrix of so many rows and columns.
+        meter: counts what is sent; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        matrices: Sequence[Matrix],
+        cost: Callable[[int, int], int],
+        meter: CommMeter | None = None,
+    ) -> None:
+        self._group, self._meter = group, meter
+        self._rank, self._ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self._degree = len(self._ranks)
+        owners = deal([cost(*matrix.shape) for matrix in matrices], self._degree)
+        self._owned_by: list[list[Matrix]] = [[] for _ in self._ranks]
+        for matrix, owner in zip(matrices, owners, strict=True):
+            self._owned_by[owner].append(matrix)
+
+    def work(
+        self, locals_: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    ) -> list[tuple[Matrix, torch.Tensor]]:
+        """Return this rank's rows of ``work(matrix)`` for each matrix, empty ones included. Collective over the group.
+
+        Args:
+            locals_: by parameter, this rank's rows [n, columns], of any dtype.
+            work: on a whole matrix [rows, columns] of ``dtype``; returns one of the same shape and dtype.
+            dtype: that matrices travel in, both ways.
+        """
+        mine, ranks, device = self._owned_by[self._rank], range(self._degree), locals_[0].device
+        # there: my rows of everybody's matrices, everybody's rows of mine
+        to_owners = [[self._part(locals_, each, self._rank) for each in owned] for owned in self._owned_by]
+        of_mine = [[self._n_rows(each, rank) * each.shape[1] for each in mine] for rank in ranks]
+        arrived = self._exchange(to_owners, [sum(sizes) for sizes in of_mine], dtype, device)
+        pieces = [rows.split(sizes) for rows, sizes in zip(arrived, of_mine, strict=True)]
+        # the work, whole
+        done = []
+        for place, matrix in enumerate(mine):
+            whole = torch.cat([piece[place].view(-1, matrix.shape[1]) for piece in pieces])
+            done.append(work(whole).split([self._n_rows(matrix, rank) for rank in ranks]))
+        # and back
+        of_owners = [[self._n_rows(each, self._rank) * each.shape[1] for each in owned] for owned in self._owned_by]
+        to_holders = [[rows[rank] for rows in done] for rank in ranks]
+        returned = self._exchange(to_holders, [sum(sizes) for sizes in of_owners], dtype, device)
+        results = []
+        for owned, rows, sizes in zip(self._owned_by, returned, of_owners, strict=True):
+            for matrix, piece in zip(owned, rows.split(sizes), strict=True):
+                results.append((matrix, piece.view(-1, matrix.shape[1])))
+        return results
+
+    def _part(self, locals_: Sequence[torch.Tensor], matrix: Matrix, rank: int) -> torch.Tensor:
+        return matrix.part_of(locals_[matrix.parameter], rank, self._degree)
+
+    def _n_rows(self, matrix: Matrix, rank: int) -> int:
+        first, end = matrix.rows_of(rank, self._degree)
+        return end - first
+
+    def _exchange(
+        self,
+        pieces: Sequence[Sequence[torch.Tensor]],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[torch.Tensor]:
+        """Send each rank the pieces for it; return what came from each rank, flat, of ``sizes`` elements."""
+        sent = [torch.cat([piece.reshape(-1).to(dtype) for piece in each]) if each else None for each in pieces]
+        received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        own = sent[self._rank]
+        if own is not None:
+            received[self._rank] = own
+        others = [place for place in range(self._degree) if place != self._rank]
+        sends = [(rows, self._ranks[place]) for place in others if (rows := sent[place]) is not None]
+        with self._counted(sends):
+            exchange(sends, [(received[place], self._ranks[place]) for place in others], self._group)
+        return received
+
+    def _counted(self, sends: Sequence[Message]) -> contextlib.AbstractContextManager[None]:
+        if self._meter is None:
+            return contextlib.nullcontext()
+        link: LinkClass = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
+        return self._meter.point_to_point(KIND, [(to, rows.nbytes) for rows, to in sends], link)
