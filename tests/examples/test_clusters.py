@@ -115,7 +115,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def submit(environment: dict[str, str], out: Path, *arguments: str) -> str:
     """The number of the job, which the first call waits for Slurm with."""
-    own = ["--parsable", "--gpus-per-node=0", "--cpus-per-task=1", f"--chdir={ROOT}", f"--output={out}"]
+    own = ["--parsable", "--gpus-per-node=0", "--cpus-per-task=1", f"--chdir={out.parent}", f"--output={out}"]
     for _ in range(60):
         done = subprocess.run(
             ["sbatch", *own, *arguments], env=environment, capture_output=True, text=True, check=False
@@ -139,24 +139,21 @@ def wait_for(out: Path, words: str, seconds: float = 300.0) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_batch_scripts_train_alike_and_requeue(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(Path(ROOT, "examples"))  # jobs begin in a folder like a checkout
     steps, ranks = ["--steps", "60", "--save-every", "1000"], f"--ntasks-per-node={RANKS}"
-    try:
-        by_srun, by_torchrun, ended = (tmp_path / f"{name}.log" for name in ("srun", "torchrun", "ended"))
-        submit(slurm, by_srun, ranks, str(FOLDER / "srun.sbatch"), *steps)
-        expected = loss_of(wait_for(by_srun, "step 60, loss"))
-        submit(slurm, by_torchrun, str(FOLDER / "torchrun.sbatch"), *steps)
-        assert loss_of(wait_for(by_torchrun, "step 60, loss")) == expected
+    by_srun, by_torchrun, ended = (tmp_path / f"{name}.log" for name in ("srun", "torchrun", "ended"))
+    submit(slurm, by_srun, ranks, str(FOLDER / "srun.sbatch"), *steps)
+    expected = loss_of(wait_for(by_srun, "step 60, loss"))
+    submit(slurm, by_torchrun, str(FOLDER / "torchrun.sbatch"), *steps)
+    assert loss_of(wait_for(by_torchrun, "step 60, loss")) == expected
 
-        # A notice in the middle: the job saves, queues again, and goes on. Slurm lets it wait two minutes.
-        job = submit(slurm, ended, ranks, str(FOLDER / "srun.sbatch"), "--steps", "1000", "--save-every", "5")
-        wait_for(ended, "Setting signal handlers")
-        time.sleep(20)
-        subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
-        wait_for(ended, "the run ends before its end")
-        text = wait_for(ended, "Restored all states from the checkpoint", 400.0)
-        assert "last-preempted.ckpt" in text
-        subprocess.run(["scancel", job], env=slurm, check=True)
-    finally:
-        for path in Path(ROOT, "runs").glob("*"):
-            if path.name.isdigit():
-                shutil.rmtree(path)
+    # A notice in the middle: the job saves, queues again, and goes on. Slurm lets it wait two minutes.
+    job = submit(slurm, ended, ranks, str(FOLDER / "srun.sbatch"), "--steps", "1000", "--save-every", "5")
+    wait_for(ended, "Setting signal handlers")
+    time.sleep(20)
+    subprocess.run(["scancel", "--signal=USR1", job], env=slurm, check=True)
+    wait_for(ended, "the run ends before its end")
+    text = wait_for(ended, "Restored all states from the checkpoint", 400.0)
+    assert "last-preempted.ckpt" in text
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    wait_for(ended, "SIGTERM: the run ends before its end")
