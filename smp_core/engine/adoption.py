@@ -57,7 +57,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic)
     explain_uncalled(units)
-    apply_fsdp_options(model, knobs)
+    apply_fsdp_options(model, knobs, mesh.device)
     calls = Calls(model, mesh.shard_ranks, units)
     register_forward_methods(model, units, calls, knobs.forward_methods)
     window = AccumulationWindow(model, units, traffic, plan, calls)

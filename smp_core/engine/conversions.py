@@ -131,7 +131,7 @@ def parallelize_model(
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
     units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, None if fp8 is None else fp8.gather_of)
-    apply_fsdp_options(model, knobs)
+    apply_fsdp_options(model, knobs, mesh.device)
     explain_uncalled(units)
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device

@@ -19,6 +19,7 @@ from smp_core.plan.cluster import Cluster
 from smp_core.plan.shapes import ParameterShape, Shapes
 from smp_core.plan.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
+from smp_core.torch_facts import collective_timeout
 from tests.core.gpt import SmallGpt
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
@@ -136,6 +137,7 @@ def handed_over(knobs: dict[str, Any]) -> tuple[list[str], float, list[Any]]:
     group: Any = parallel.module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
     ranks = dist.get_process_group_ranks(group._reduce_scatter_process_group)
     separate = group._reduce_scatter_process_group is not parallel.mesh.shard_group
+    assert collective_timeout(group._reduce_scatter_process_group) == collective_timeout(), "not torch's own"
     off = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
     return called, off, [separate, ranks, group.comm_ctx.reduce_scatter_max_input_buffers]
 
