@@ -11,7 +11,7 @@ is held in a sum of a unit cannot tell the other, which has not used the unit, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ class SmpMesh:
     _groups: _Groups
     _by_axes: Mapping[Axes, dist.ProcessGroup]
     _stages: Mapping[Axes, Stages | None]
+    _expert_meshes: dict[int, tuple[DeviceMesh, dist.ProcessGroup]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -116,6 +117,19 @@ class SmpMesh:
         holders = self._groups.own(rows)
         self._groups.connect()
         return holders
+
+    def experts(self, degree: int) -> tuple[DeviceMesh, dist.ProcessGroup]:
+        """Return the partition group as a mesh "shard" x "expert", of ``degree`` neighbours that divide experts, and a
+        group of these neighbours with a communicator of its own. Collective over the world at its first use."""
+        if degree not in self._expert_meshes:
+            groups = self.layout.groups(*PARTITION)
+            columns, rows = split(groups, degree)
+            pair, dispatch = [self._groups.own(columns), self._groups.own(rows)], self._groups.make(rows)
+            ranks = torch.tensor(self.shard_ranks).view(-1, degree)
+            both = DeviceMesh.from_group(pair, self.device.type, ranks, mesh_dim_names=("shard", "expert"))
+            self._groups.connect()
+            self._expert_meshes[degree] = both, dispatch
+        return self._expert_meshes[degree]
 
     def holders(self) -> list[DeviceMesh]:
         """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no

@@ -1,0 +1,135 @@
+"""deal_experts(): each rank gets some of the experts of every layer, and their forward sends tokens to where they are.
+
+The ranks of a partition group are ``shard`` x ``expert``, expert ranks innermost: DTensors ``Shard(0)`` over expert
+ranks, which FSDP2 then shards over the rest. An expert's gradient is then summed over expert ranks by the way back of
+its tokens, over the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any other
+parameter's, and it is divided once. No expert's part is on two ranks of a partition group, so norms count it once.
+
+Shape letters: E experts of the layer, D ranks that divide them, T tokens, K experts of a token, R rows, H features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smp_core.activations import SENDS
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
+from smp_core.expert_parallel.dispatch import FlatDispatch
+from smp_core.plan import ExpertShape, Plan
+
+
+@dataclass(frozen=True)
+class DealtExperts:
+    """What became of a model's experts.
+
+    Attributes:
+        sites: the layers' experts.
+        dispatch: moves their tokens.
+        rest: the ranks of the partition group that hold parts of the same experts.
+    """
+
+    sites: tuple[ExpertShape, ...]
+    dispatch: FlatDispatch
+    rest: DeviceMesh
+
+    @property
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """The mesh that each unit of experts is sharded over, by the unit's name."""
+        return {site.name: self.rest for site in self.sites}
+
+
+@torch.no_grad()
+def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
+    """Leave each rank its experts, in place, before anything is sharded. Collective over the world.
+
+    Args:
+        model: its experts hold the same values on all ranks, or are on meta.
+    """
+    degree = plan.knobs.expert_parallel_degree
+    assert isinstance(degree, int)
+    both, group = mesh.experts(degree)
+    over = both["expert"]
+    dispatch = FlatDispatch(group, meter)
+    for site in plan.shapes.experts:
+        module: Any = model.get_submodule(site.name)
+        for name, whole in list(module.named_parameters(recurse=False)):
+            own = whole.detach().chunk(degree)[over.get_local_rank()].clone()
+            dealt = nn.Parameter(DTensor.from_local(own, over, [Shard(0)], run_check=False), whole.requires_grad)
+            dealt.__dict__.update(whole.__dict__)
+            setattr(module, name, dealt)
+        inner = vars(module).get("forward") or functools.partial(type(module).forward, module)
+        setattr(module, SENDS, True)
+        module.forward = _dispatching(module, inner, dispatch, site.experts)
+    return DealtExperts(plan.shapes.experts, dispatch, both["shard"])
+
+
+def _dispatching(
+    module: Any, inner: Callable[..., torch.Tensor], dispatch: FlatDispatch, experts: int
+) -> Callable[..., torch.Tensor]:
+    """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
+    local_experts = experts // dispatch.degree
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
+        tokens_TH, chosen_TK = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
+        of_each = chosen_TK.shape[-1]
+
+        # Phase 1: who sends how many rows to whom. The only time that the host waits for the device.
+        chosen_R = chosen_TK.reshape(-1)
+        order_R = chosen_R.argsort(stable=True)
+        own_E = chosen_R.new_zeros(experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+        arriving_E = dispatch.counts(own_E)
+        by_rank = torch.stack([own_E, arriving_E]).view(2, dispatch.degree, local_experts)
+        leaving, arriving = by_rank.sum(-1).tolist()
+
+        # Phase 2: the rows of this rank's experts, from all ranks, and what these make of them.
+        rows_RH = dispatch.send(tokens_TH[order_R // of_each], leaving, arriving)
+        expert_ids = torch.arange(local_experts, device=chosen.device).repeat(dispatch.degree)
+        local_R1 = expert_ids.repeat_interleave(arriving_E, output_size=sum(arriving))[:, None]
+        with _local(module, local_experts):
+            if rows_RH.shape[0]:
+                made_RH = inner(rows_RH, local_R1, torch.ones_like(local_R1, dtype=weights.dtype))
+            else:
+                made_RH = rows_RH + _nothing_of(module)
+
+        # Phase 3: back to where the tokens are, and there times their weights.
+        back_RH = dispatch.bring_back(made_RH, arriving, leaving)
+        in_place = back_RH[order_R.argsort()].view(*chosen_TK.shape, -1)
+        summed = (in_place * weights.reshape(-1, of_each, 1)).sum(1)
+        return summed.to(hidden.dtype).view(hidden.shape)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _local(module: Any, experts: int) -> Iterator[None]:
+    """Let the module have this rank's experts only, as plain tensors."""
+    kept, all_experts = dict(module._parameters), module.num_experts
+    try:
+        module.num_experts = experts
+        for name, parameter in kept.items():
+            module._parameters[name] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        yield
+    finally:
+        module._parameters.update(kept)
+        module.num_experts = all_experts
+
+
+def _nothing_of(module: nn.Module) -> torch.Tensor:
+    """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
+    exchanges like that of the others."""
+    firsts = [parameter.reshape(-1)[:1].sum() for parameter in module.parameters(recurse=False)]
+    return torch.stack(firsts).sum() * 0
