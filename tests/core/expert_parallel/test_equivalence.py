@@ -13,3 +13,35 @@ LAYOUTS = ({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}, {"shard": 4, "e
 def test_experts_on_several_ranks_train_like_one_process() -> None:
     """1e-12: sums in another order, of losses of about 4 and gradients of up to 0.1 in float64."""
     assert_like_one_process([Case(kind, **layout) for kind in ("Mixtral", "Qwen3Moe") for layout in LAYOUTS])
+
+
+def test_ten_families_and_ones_own_train_like_one_process() -> None:
+    """1e-12, as above. With "one expert takes all" every other rank gets no token."""
+    others = [kind for kind in (*FAMILIES, *OWN) if kind not in ("Mixtral", "Qwen3Moe")]
+    layouts = [LAYOUTS[n % len(LAYOUTS)] for n in range(len(others))]
+    assert_like_one_process([Case(kind, **layout) for kind, layout in zip(others, layouts, strict=True)])
+
+
+KNOBS = [
+    (("optimizer_shard", "world"),),
+    (("optimizer_shard", "world"), ("state_offload", "optimizer")),
+    (("state_offload", "all"),),
+    (("activations", "full"),),
+    (("activations", "selective"),),
+    (("keep_between_micro_batches", "gradients"),),
+    (("keep_between_micro_batches", "parameters"),),
+    (("reshard_after_forward", 2),),
+    (("context_parallel_degree", 2),),
+    (("compression", {"gather": "int8", "gather_exclude": ["*"]}),),
+]
+
+
+def test_experts_train_like_one_process_beside_other_knobs() -> None:
+    """1e-12, as above."""
+    cases = []
+    for number, knobs in enumerate(KNOBS):
+        layout = LAYOUTS[number % 2]
+        if "reshard_after_forward" in dict(knobs) or "context_parallel_degree" in dict(knobs):
+            layout = LAYOUTS[0]
+        cases.append(Case("Mixtral", **layout, knobs=knobs, micro_batches=3))
+    assert_like_one_process(cases)
