@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.expert_parallel.dispatch import FlatDispatch as FlatDispatch
+    from smp_core.expert_parallel.dispatch import (
+        Dispatch as Dispatch,
+        FlatDispatch as FlatDispatch,
+        TwoHopDispatch as TwoHopDispatch,
+    )
     from smp_core.expert_parallel.experts import DealtExperts as DealtExperts, deal_experts as deal_experts
     from smp_core.expert_parallel.rules import EXPERT_PARALLELISM as EXPERT_PARALLELISM
 else:

@@ -1,107 +1,156 @@
-"""FlatDispatch: rows of tokens to the ranks of their experts, and what experts made of them back, in one all-to-all
-each way.
+"""Dispatches: tokens to the ranks of their experts, and what experts make of them back. No token is dropped.
 
-The exchanges are operators, so that recomputation keeps what they return instead of sending again. Their gradients go
-the way back. Bytes are counted as they leave: rows for the rank itself are not sent. Shape letters: E experts of the
-layer, D ranks that divide them, T tokens, R rows, H features.
+FlatDispatch    a row for each expert of a token, in one all-to-all each way
+TwoHopDispatch  a token once to each other node that has experts of it, to the rank with this one's place there; inside
+                the node a row for each expert; their weighted sum goes back. For ranks on several nodes
+
+The host waits for the device once, for the numbers of rows. A rank whose experts get no token takes part in all
+exchanges, forward and backward. Shape letters: E experts of the layer, D ranks that divide them, N nodes and L ranks on
+each (D = N * L), T tokens, K experts of a token, R rows, H features.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from smp_core.comm import CommMeter
-from smp_core.plan import keep_outputs_of
-from smp_core.watch import here
+from smp_core.expert_parallel.exchange import Exchange
 
-DISPATCH, COMBINE = "expert_dispatch", "expert_combine"
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows [R, H], which of this rank's experts each is for [R]) -> [R, H]."""
 
-_numbers = itertools.count()
-_by_number: WeakValueDictionary[int, FlatDispatch] = WeakValueDictionary()
+
+class Dispatch(Protocol):
+    """A way to the experts and back.
+
+    Attributes:
+        degree: D.
+    """
+
+    degree: int
+
+    def __call__(
+        self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts
+    ) -> torch.Tensor:
+        """Return the sum of what its experts make of each token, each times its weight, [T, H].
+
+        Args:
+            chosen_TK: int64, 0 to ``n_experts`` - 1.
+            run: this rank's experts.
+        """
+
+    def describe(self) -> str: ...
 
 
 class FlatDispatch:
-    """All-to-alls between the ranks that divide a layer's experts.
-
-    Args:
-        group: the ranks, on whose communicator nothing else runs.
-
-    Attributes:
-        degree: D, the number of ranks.
-    """
+    """Each row by itself. ``group``: the ranks that divide experts, on a communicator of its own."""
 
     def __init__(self, group: dist.ProcessGroup, meter: CommMeter) -> None:
-        self._group, self._meter = group, meter
-        self.degree, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._number = next(_numbers)
-        _by_number[self._number] = self
+        self._all = Exchange(group, meter)
+        self.degree = self._all.degree
 
-    def counts(self, own_E: torch.Tensor) -> torch.Tensor:
-        """Return how many rows arrive, [E]: from each rank in order, for each of this rank's experts.
+    def __call__(
+        self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts
+    ) -> torch.Tensor:
+        # Phase 1: who sends how many rows to whom.
+        chosen_R, of_each = chosen_TK.reshape(-1), chosen_TK.shape[-1]
+        order_R = chosen_R.argsort(stable=True)
+        own_E = _count(chosen_R, n_experts)
+        arriving_E = self._all.equal_parts(own_E)
+        by_rank = torch.stack([own_E, arriving_E]).view(2, self.degree, -1)
+        leaving, arriving = by_rank.sum(-1).tolist()
 
-        Args:
-            own_E: how many rows of this rank go to each expert, int64.
-        """
-        return _counts(own_E, self._number)
+        # Phase 2: the rows of this rank's experts, from all ranks, and what these make of them.
+        rows_RH = self._all.dispatch(tokens_TH[order_R // of_each], leaving, arriving)
+        made_RH = run(rows_RH, _expert_of_rows(arriving_E, self.degree, sum(arriving)))
 
-    def send(self, rows_RH: torch.Tensor, leaving: list[int], arriving: list[int]) -> torch.Tensor:
-        """Send rows, sorted by their ranks, to the experts; so many for and from each rank. Returns what arrives."""
-        return _exchange(rows_RH, leaving, arriving, self._number, DISPATCH)
+        # Phase 3: back to where the tokens are, and there times their weights.
+        back_RH = self._all.combine(made_RH, arriving, leaving)
+        in_place = back_RH[order_R.argsort()].view(*chosen_TK.shape, -1)
+        return (in_place * weights_TK.unsqueeze(-1)).sum(1)
 
-    def bring_back(self, rows_RH: torch.Tensor, arrived: list[int], left: list[int]) -> torch.Tensor:
-        """Send what experts made of rows back to where these came from. Returns it in the order of what was sent."""
-        return _exchange(rows_RH, arrived, left, self._number, COMBINE)
-
-    def exchange(self, rows: torch.Tensor, leaving: list[int], arriving: list[int], kind: str) -> torch.Tensor:
-        """Run one all-to-all, metered."""
-        arrived = rows.new_empty((sum(arriving), *rows.shape[1:]))
-        row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
-        sizes = zip(self._ranks, leaving, strict=True)
-        sent = [(rank, count * row_bytes) for rank, count in sizes if rank != self._meter.rank and count]
-        link = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
-        with self._meter.point_to_point(kind, sent, link), here.waiting("tokens of other ranks for experts"):
-            dist.all_to_all_single(arrived, rows.contiguous(), arriving, leaving, group=self._group)
-        return arrived
+    def describe(self) -> str:
+        return "tokens in one hop"
 
 
-@torch.library.custom_op("smp::expert_counts", mutates_args=())
-def _counts(own: torch.Tensor, number: int) -> torch.Tensor:
-    dispatch = _by_number[number]
-    share = [own.shape[0] // dispatch.degree] * dispatch.degree
-    return dispatch.exchange(own, share, share, DISPATCH)
+class TwoHopDispatch:
+    """Each token once to every node.
+
+    Args:
+        inside: the ranks on this node.
+        across: the ranks with this one's place on their nodes. Both on communicators of their own.
+    """
+
+    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup, meter: CommMeter) -> None:
+        self._inside, self._across = Exchange(inside, meter), Exchange(across, meter)
+        self.degree = self._inside.degree * self._across.degree
+
+    def __call__(
+        self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts
+    ) -> torch.Tensor:
+        nodes, ranks = self._across.degree, self._inside.degree
+        on_node = n_experts // nodes
+        node_TK = chosen_TK // on_node
+
+        # Phase 1: which tokens go to which node, and how many rows there will be on both hops.
+        wanted_NT = torch.stack([(node_TK == node).any(1) for node in range(nodes)])
+        chosen_NE = _count(chosen_TK.reshape(-1), n_experts).view(nodes, on_node)
+        ours = torch.cat([wanted_NT.sum(1, keepdim=True), chosen_NE], 1)
+        theirs = self._across.equal_parts(ours.view(-1)).view(nodes, 1 + on_node)
+        passed_E = theirs[:, 1:].sum(0)
+        arriving_E = self._inside.equal_parts(passed_E)
+        across = torch.stack([ours[:, 0], theirs[:, 0]])
+        inside = torch.stack([passed_E, arriving_E]).view(2, ranks, -1).sum(-1)
+        numbers = torch.cat([across.view(-1), inside.view(-1)]).tolist()
+        leaving, coming = numbers[:nodes], numbers[nodes : 2 * nodes]
+        passing, arriving = numbers[2 * nodes : -ranks], numbers[-ranks:]
+
+        # Phase 2: tokens between nodes, with their experts there and the weights of these.
+        node_M, token_M = _places(wanted_NT, sum(leaving))
+        rows_MH = self._across.dispatch(tokens_TH[token_M], leaving, coming)
+        is_there = node_TK[token_M] == node_M[:, None]
+        experts_MK = torch.where(is_there, chosen_TK[token_M], -1).to(torch.int32)
+        experts_MK = self._across.dispatch(experts_MK, leaving, coming).long()
+        weights_MK = torch.where(is_there, weights_TK[token_M], 0)
+        weights_MK = self._across.dispatch(weights_MK, leaving, coming)
+
+        # Phase 3: inside the node, a row for each expert, and back.
+        row_R, place_R = _places(experts_MK >= 0, sum(passing))
+        expert_R = experts_MK[row_R, place_R] % on_node
+        order_R = expert_R.argsort(stable=True)
+        row_R, place_R = row_R[order_R], place_R[order_R]
+        sent_RH = self._inside.dispatch(rows_MH[row_R], passing, arriving)
+        made_RH = run(sent_RH, _expert_of_rows(arriving_E, ranks, sum(arriving)))
+        back_RH = self._inside.combine(made_RH, arriving, passing)
+
+        # Phase 4: the weighted sum of a token's experts on this node, to where the token is.
+        weighted_RH = (back_RH * weights_MK[row_R, place_R].unsqueeze(-1)).to(tokens_TH.dtype)
+        parts_MH = torch.zeros_like(rows_MH).index_add(0, row_R, weighted_RH)
+        home_MH = self._across.combine(parts_MH, coming, leaving)
+        return torch.zeros_like(tokens_TH).index_add(0, token_M, home_MH)
+
+    def describe(self) -> str:
+        return "tokens in two hops"
 
 
-@_counts.register_fake
-def _(own: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.empty_like(own)
+def _count(chosen_R: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """Return how many rows each expert gets, [E]; bincount would wait for the device."""
+    return chosen_R.new_zeros(n_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
 
 
-@torch.library.custom_op("smp::expert_exchange", mutates_args=())
-def _exchange(
-    rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str
-) -> torch.Tensor:
-    return _by_number[number].exchange(rows, leaving, arriving, kind)
+def _expert_of_rows(arriving_E: torch.Tensor, ranks: int, n_rows: int) -> torch.Tensor:
+    """Return which of this rank's experts each row that arrives is for, [R]: they come rank by rank, sorted."""
+    own = torch.arange(arriving_E.shape[0] // ranks, device=arriving_E.device)
+    return own.repeat(ranks).repeat_interleave(arriving_E, output_size=n_rows)
 
 
-@_exchange.register_fake
-def _(rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str) -> torch.Tensor:
-    return rows.new_empty((sum(arriving), *rows.shape[1:]))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *ctx.way = inputs
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    leaving, arriving, number, kind = ctx.way
-    return _exchange(gradient, arriving, leaving, number, kind), None, None, None, None
-
-
-_exchange.register_autograd(_backward, setup_context=_save)
-keep_outputs_of(torch.ops.smp.expert_counts, torch.ops.smp.expert_exchange, in_all_modes=True)
+def _places(marks: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns of what is true in a matrix, row by row; how many are is known already."""
+    flat = marks.reshape(-1)
+    # Stable and descending: those that are true come first, in order. (nonzero would wait for the device.)
+    places = flat.to(torch.int8).argsort(descending=True, stable=True)[:number]
+    return places // marks.shape[1], places % marks.shape[1]

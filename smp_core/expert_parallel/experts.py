@@ -5,7 +5,7 @@ ranks, which FSDP2 then shards over the rest. An expert's gradient is then summe
 its tokens, over the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any other
 parameter's, and it is divided once. No expert's part is on two ranks of a partition group, so norms count it once.
 
-Shape letters: E experts of the layer, D ranks that divide them, T tokens, K experts of a token, R rows, H features.
+Shape letters: T tokens, K experts of a token, R rows, H features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from smp_core.activations import SENDS
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
-from smp_core.expert_parallel.dispatch import FlatDispatch
+from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
 from smp_core.plan import ExpertShape, Plan
 
 
@@ -40,7 +40,7 @@ class DealtExperts:
     """
 
     sites: tuple[ExpertShape, ...]
-    dispatch: FlatDispatch
+    dispatch: Dispatch
     rest: DeviceMesh
 
     @property
@@ -58,9 +58,9 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     """
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
-    both, group = mesh.experts(degree)
-    over = both["expert"]
-    dispatch = FlatDispatch(group, meter)
+    ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
+    over = ranks.mesh["expert"]
+    dispatch: Dispatch = FlatDispatch(ranks.all, meter) if ranks.stages is None else TwoHopDispatch(*ranks.stages, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
         for name, whole in list(module.named_parameters(recurse=False)):
@@ -71,45 +71,30 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         inner = vars(module).get("forward") or functools.partial(type(module).forward, module)
         setattr(module, SENDS, True)
         module.forward = _dispatching(module, inner, dispatch, site.experts)
-    return DealtExperts(plan.shapes.experts, dispatch, both["shard"])
+    return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["shard"])
 
 
 def _dispatching(
-    module: Any, inner: Callable[..., torch.Tensor], dispatch: FlatDispatch, experts: int
+    module: Any, inner: Callable[..., torch.Tensor], dispatch: Dispatch, experts: int
 ) -> Callable[..., torch.Tensor]:
     """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
     local_experts = experts // dispatch.degree
     signature = inspect.signature(inner)
 
+    def run(rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with _local(module, local_experts):
+            if not rows_RH.shape[0]:
+                return rows_RH + _nothing_of(module)
+            alone_R1 = expert_R[:, None]
+            return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
+
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
-        tokens_TH, chosen_TK = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
-        of_each = chosen_TK.shape[-1]
-
-        # Phase 1: who sends how many rows to whom. The only time that the host waits for the device.
-        chosen_R = chosen_TK.reshape(-1)
-        order_R = chosen_R.argsort(stable=True)
-        own_E = chosen_R.new_zeros(experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
-        arriving_E = dispatch.counts(own_E)
-        by_rank = torch.stack([own_E, arriving_E]).view(2, dispatch.degree, local_experts)
-        leaving, arriving = by_rank.sum(-1).tolist()
-
-        # Phase 2: the rows of this rank's experts, from all ranks, and what these make of them.
-        rows_RH = dispatch.send(tokens_TH[order_R // of_each], leaving, arriving)
-        expert_ids = torch.arange(local_experts, device=chosen.device).repeat(dispatch.degree)
-        local_R1 = expert_ids.repeat_interleave(arriving_E, output_size=sum(arriving))[:, None]
-        with _local(module, local_experts):
-            if rows_RH.shape[0]:
-                made_RH = inner(rows_RH, local_R1, torch.ones_like(local_R1, dtype=weights.dtype))
-            else:
-                made_RH = rows_RH + _nothing_of(module)
-
-        # Phase 3: back to where the tokens are, and there times their weights.
-        back_RH = dispatch.bring_back(made_RH, arriving, leaving)
-        in_place = back_RH[order_R.argsort()].view(*chosen_TK.shape, -1)
-        summed = (in_place * weights.reshape(-1, of_each, 1)).sum(1)
-        return summed.to(hidden.dtype).view(hidden.shape)
+        tokens_TH = hidden.reshape(-1, hidden.shape[-1])
+        chosen_TK, weights_TK = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
+        return made_TH.to(hidden.dtype).view(hidden.shape)
 
     return forward
 

@@ -45,3 +45,8 @@ def test_experts_train_like_one_process_beside_other_knobs() -> None:
             layout = LAYOUTS[0]
         cases.append(Case("Mixtral", **layout, knobs=knobs, micro_batches=3))
     assert_like_one_process(cases)
+
+
+def test_two_hops_are_exact() -> None:
+    """1e-12, as above. Expert ranks on two nodes of two."""
+    assert_like_one_process([Case(kind, 4, 4) for kind in ("Qwen3Moe", "GptOss", "one expert takes all")])
