@@ -94,7 +94,9 @@ def _dispatching(
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         chosen_TK, weights_TK = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
         made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
-        return made_TH.to(hidden.dtype).view(hidden.shape)
+        made_TH = made_TH.to(hidden.dtype)
+        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it in place.
+        return made_TH if hidden.ndim == 2 else made_TH.view(hidden.shape).clone()
 
     return forward
 
