@@ -46,7 +46,7 @@ class ExpertRanks:
     """The partition group as ranks that divide experts, and ranks that hold parts of the same ones.
 
     Attributes:
-        mesh: "shard" x "expert".
+        mesh: "rest" x "experts".
         all: the ranks that divide experts; its communicator is used for tokens only, as those of ``stages``.
         stages: those on this node, and those with this place on their nodes; None where there is one stage.
     """
@@ -144,7 +144,7 @@ class SmpMesh:
             columns, rows = split(self.layout.groups(*PARTITION), degree)
             both = [self._groups.own(columns), self._groups.own(rows)]
             ranks = torch.tensor(self.shard_ranks).view(-1, degree)
-            mesh = DeviceMesh.from_group(both, self.device.type, ranks, mesh_dim_names=("shard", "expert"))
+            mesh = DeviceMesh.from_group(both, self.device.type, ranks, mesh_dim_names=("rest", "experts"))
             two = stages(rows, self.topology) if in_stages else None
             pair = None if two is None else (self._groups.make(two[0]), self._groups.make(two[1]))
             self._expert_ranks[degree, in_stages] = ExpertRanks(mesh, self._groups.make(rows), pair)

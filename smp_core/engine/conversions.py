@@ -12,7 +12,7 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 9.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
 10. lay_out_contiguously: shards are stretches of a parameter's rows
 11. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-12. _deal_experts: experts to the ranks that divide them, whole ones, whose parameters are DTensors from then on
+12. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
 13. shard_units: fully_shard of blocks, then roots, with our communication objects
 14. apply_fsdp_options: how far ahead units are gathered
 15. materialize: what is on the meta device, shard by shard

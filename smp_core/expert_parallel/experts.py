@@ -1,6 +1,6 @@
 """deal_experts(): each rank gets some of the experts of every layer, and their forward sends tokens to where they are.
 
-The ranks of a partition group are ``shard`` x ``expert``, expert ranks innermost: DTensors ``Shard(0)`` over expert
+The ranks of a partition group are ``rest`` x ``experts``, expert ranks innermost: DTensors ``Shard(0)`` over expert
 ranks, which FSDP2 then shards over the rest. An expert's gradient is then summed over expert ranks by the way back of
 its tokens, over the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any other
 parameter's, and it is divided once. No expert's part is on two ranks of a partition group, so norms count it once.
@@ -59,7 +59,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
-    over = ranks.mesh["expert"]
+    over = ranks.mesh["experts"]
     dispatch: Dispatch = FlatDispatch(ranks.all, meter) if ranks.stages is None else TwoHopDispatch(*ranks.stages, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
@@ -71,7 +71,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         inner = vars(module).get("forward") or functools.partial(type(module).forward, module)
         setattr(module, SENDS, True)
         module.forward = _dispatching(module, inner, dispatch, site.experts)
-    return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["shard"])
+    return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["rest"])
 
 
 def _dispatching(
@@ -103,7 +103,8 @@ def _dispatching(
 
 @contextlib.contextmanager
 def _local(module: Any, experts: int) -> Iterator[None]:
-    """Let the module have this rank's experts only, as plain tensors."""
+    """Let the module have this rank's experts only, as plain tensors. (They go into ``_parameters``, which has no public
+    name: setting an attribute takes nothing but parameters in the place of one.)"""
     kept, all_experts = dict(module._parameters), module.num_experts
     try:
         module.num_experts = experts

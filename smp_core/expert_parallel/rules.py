@@ -63,9 +63,9 @@ class ExpertParallelism(Subject):
             why = reasons[0] if reasons else "the most that divide the experts, the partition group and the node"
             draft.settle(KNOB, degree, why)
             return
+        self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
             raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
-        self.require_together(draft, f"{KNOB}={asked!r}")
         if asked == "node":
             draft.settle(KNOB, inside, "the most that divide the experts, the partition group and the node")
         elif asked not in allowed:

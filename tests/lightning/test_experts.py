@@ -1,0 +1,67 @@
+"""A mixture of experts under the Trainer: the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.core.expert_parallel.models import OwnModel
+from tests.core.tensor_parallel.model_cases import batches, own_loss
+from tests.lightning.running import Run, assert_same, make_trainer, report, together, whole_weights
+
+BATCH, STEPS = 8, 6
+
+
+class Experts(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.model = OwnModel()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = own_loss(self.model(tokens), tokens)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, tokens: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", own_loss(self.model(tokens), tokens), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def loader(self) -> DataLoader:
+        rows = list(batches(1, STEPS).flatten(0, 2))
+        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        sampler: Any = DistributedSampler(rows, ranks, rank, shuffle=False)  # type: ignore[arg-type]
+        return DataLoader(rows, batch_size=BATCH // ranks, sampler=sampler)  # type: ignore[arg-type]
+
+    train_dataloader = val_dataloader = loader
+
+
+def trained(folder: Path, knobs: dict[str, Any] | None = None) -> Run:
+    """Half of the steps, and the rest from a checkpoint."""
+    flags: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    first = Experts()
+    trainer = make_trainer(knobs, max_steps=1, limit_val_batches=0, **flags)
+    trainer.fit(first)
+    trainer.save_checkpoint(folder / "half")
+    module = Experts()
+    trainer = make_trainer(knobs, **flags)
+    trainer.fit(module, ckpt_path=str(folder / "half"))
+    run = report(trainer, module)
+    run.weights = whole_weights(module)
+    return run
+
+
+def test_a_resumed_fit_equals_one_process(tmp_path: Path) -> None:
+    """float64, 1e-12: sums in another order."""
+    (tmp_path / "alone").mkdir()
+    expected = trained(tmp_path / "alone")
+    knobs = {"shard_degree": 4, "expert_parallel_degree": "node"}
+    assert_same(together(trained, tmp_path, knobs), expected)
