@@ -60,7 +60,9 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
     over = ranks.mesh["experts"]
-    dispatch: Dispatch = FlatDispatch(ranks.all, meter) if ranks.stages is None else TwoHopDispatch(*ranks.stages, meter)
+    dispatch: Dispatch = FlatDispatch(ranks.all, meter)
+    if ranks.stages is not None:
+        dispatch = TwoHopDispatch(*ranks.stages, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
         for name, whole in list(module.named_parameters(recurse=False)):
@@ -103,8 +105,8 @@ def _dispatching(
 
 @contextlib.contextmanager
 def _local(module: Any, experts: int) -> Iterator[None]:
-    """Let the module have this rank's experts only, as plain tensors. (They go into ``_parameters``, which has no public
-    name: setting an attribute takes nothing but parameters in the place of one.)"""
+    """Let the module have this rank's experts only, as plain tensors. (They go into ``_parameters``, which has no
+    public name: setting an attribute takes nothing but parameters in the place of one.)"""
     kept, all_experts = dict(module._parameters), module.num_experts
     try:
         module.num_experts = experts

@@ -112,7 +112,7 @@ def _problem(draft: ModelDraft) -> str:
     units = {unit.name for unit in shapes.units.units if unit.parameters}
     for site in shapes.experts:
         if site.name not in units:
-            return f"{site.name} is in units.optional or shares parameters with another module, and is no unit of its own"
+            return f"{site.name} is no unit: it is in units.optional, or shares parameters with another module"
         shared = [name for name in shapes.units.replicated if name.startswith(f"{site.name}.")]
         if shared:
             return f"{shared[0]} is shared with another module"

@@ -24,7 +24,7 @@ _OTHER_LAYOUTS = (
     "NllbMoeExperts",
     "SwitchTransformersExperts",
 )
-"""Experts of Transformers without the mark: modules for each expert, routers inside, or weights that multiply inputs."""
+"""Experts of Transformers without the mark: a module for each, routers inside, or weights that multiply inputs."""
 
 
 class ExpertSite(Protocol):

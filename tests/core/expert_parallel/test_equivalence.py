@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.core.expert_parallel.cases import Case, assert_like_one_process
 from tests.core.expert_parallel.models import FAMILIES, OWN
 
