@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from smp_core.comm import CommMeter
+from smp_core.comm import CommMeter, LinkClass
 from smp_core.plan import keep_outputs_of
 from smp_core.watch import here
 
@@ -57,7 +57,7 @@ class Exchange:
         row_bytes = rows[:1].numel() * rows.element_size()  # 0 without rows
         sizes = zip(self._ranks, leaving, strict=True)
         sent = [(rank, count * row_bytes) for rank, count in sizes if rank != self._meter.rank and count]
-        link = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
+        link: LinkClass = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
         with self._meter.point_to_point(kind, sent, link), here.waiting("tokens for experts"):
             dist.all_to_all_single(arrived, rows.contiguous(), arriving, leaving, group=self._group)
         return arrived

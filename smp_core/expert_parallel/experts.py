@@ -31,7 +31,7 @@ from smp_core.plan import ExpertShape, Plan
 
 @dataclass(frozen=True)
 class DealtExperts:
-    """What became of a model's experts.
+    """The experts of a model, dealt to ranks.
 
     Attributes:
         sites: the layers' experts.
