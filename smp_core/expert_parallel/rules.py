@@ -58,7 +58,7 @@ class ExpertParallelism(Subject):
         problem = _problem(draft)
         if asked == "auto":
             apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
-            reasons = [*apart, *([problem] if problem else [])]
+            reasons = [*apart, *([problem] if problem else _uneven(draft, inside))]
             degree = 1 if reasons else inside
             why = reasons[0] if reasons else "the most that divide the experts, the partition group and the node"
             draft.settle(KNOB, degree, why)
@@ -74,10 +74,14 @@ class ExpertParallelism(Subject):
                 f"{KNOB}={asked} has to divide shard_degree={draft.layout.size(*PARTITION)} and the "
                 f"{' and '.join(map(str, counts))} experts of a layer; allowed: {', '.join(map(str, allowed))}"
             )
-        elif draft.groups.topology.ranks_per_node % asked:
+        degree = inside if asked == "node" else asked
+        uneven = _uneven(draft, degree)
+        if uneven:
+            raise ValueError(f"{KNOB}={degree}: {uneven[0]}; write another degree or shard_degree, or {KNOB}=1")
+        if draft.groups.topology.ranks_per_node % degree:
             draft.warnings.append(
-                f"{KNOB}={asked} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
-                "tokens travel between nodes, each once for each of its experts"
+                f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
+                "tokens travel between nodes in every layer"
             )
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
@@ -96,6 +100,19 @@ EXPERT_PARALLELISM = ExpertParallelism()
 def _allowed(draft: ModelDraft) -> list[int]:
     common = math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts))
     return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def _uneven(draft: ModelDraft, degree: int) -> list[str]:
+    """Return the first parameter that cannot be cut into equal parts by the ranks that hold the same experts, in words;
+    nothing if there is none."""
+    rest, shapes = draft.layout.size(*PARTITION) // degree, draft.shapes
+    sites = {site.name for site in shapes.experts}
+    for parameter in shapes.parameters:
+        if parameter.name.rpartition(".")[0] in sites:
+            first, *others = parameter.shape
+            if all(size % rest for size in (first // degree, *others)):
+                return [f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"]
+    return []
 
 
 def _problem(draft: ModelDraft) -> str:

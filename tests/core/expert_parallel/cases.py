@@ -35,7 +35,8 @@ class Case:
     steps: int = STEPS
 
     def parallel(self, device: torch.device | None = None, **more: Any) -> ParallelModel:
-        model = build(self.kind, seed=dist.get_rank()).to(device)
+        delayed = bool(dict(self.knobs).get("delayed_init"))
+        model = build(self.kind, seed=dist.get_rank(), delayed=delayed)
         if "activations" in dict(self.knobs):
             model = wide_when_computed_again(model)
         knobs = {"shard_degree": self.shard, "expert_parallel_degree": self.expert, **dict(self.knobs), **more}
@@ -47,7 +48,7 @@ def problems(cases: list[Case]) -> list[list[str]]:
     found = []
     for case in cases:
         seen = together(case)  # type: ignore[arg-type]
-        expected = alone(case.kind, case.micro_batches, case.steps)
+        expected = alone(case.kind, case.micro_batches, case.steps, delayed="delayed_init" in dict(case.knobs))
         found.append([f"{case}: {line}" for line in differences(seen, expected)])
     return found
 

@@ -111,8 +111,16 @@ class OwnModel(nn.Module):
         return self.head(hidden)
 
 
+def _frozen_words() -> nn.Module:
+    """Nothing that the first experts get has a gradient, and one expert takes all."""
+    model = OwnModel(to_one=True)
+    model.words.requires_grad_(False)
+    return model
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
     "own experts": OwnModel,
     "one expert takes all": functools.partial(OwnModel, to_one=True),
+    "frozen words": _frozen_words,
 }
 MODELS.update({**{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

@@ -45,6 +45,13 @@ def test_experts_train_like_one_process_beside_other_knobs() -> None:
     assert_like_one_process(cases)
 
 
+def test_experts_are_drawn_shard_by_shard_as_in_one_process() -> None:
+    """1e-12, as above. """
+    delayed = (("delayed_init", True),)
+    layouts = [*LAYOUTS, {"shard": 4, "expert": 1}]
+    assert_like_one_process([Case("Mixtral", **layout, knobs=delayed) for layout in layouts])
+
+
 def test_two_hops_are_exact() -> None:
     """1e-12, as above. Expert ranks on two nodes of two."""
     assert_like_one_process([Case(kind, 4, 4) for kind in ("Qwen3Moe", "GptOss", "one expert takes all")])

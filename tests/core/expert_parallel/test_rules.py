@@ -43,6 +43,14 @@ class Tied(OwnModel):
         self.blocks[0].experts.matrices = self.blocks[1].experts.matrices
 
 
+class Odd(OwnModel):
+    """Experts of 3 x 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts.matrices = nn.Parameter(torch.zeros(4, 3, 3))
+
+
 def plan_of(model: nn.Module, world: int = 8, per_node: int = 4, **knobs: Any) -> Plan:
     asked = SmpConfig(**{"shard_degree": 8, **knobs})
     return decide(Shapes.of(model, asked), asked, Cluster(Topology.uniform(world, per_node), "cpu"))
@@ -89,6 +97,7 @@ def test_experts_across_nodes_are_said() -> None:
         (Tied, {}, "shares parameters with another|shared with another"),
         (OwnModel, {"units": {"optional": ["*.experts"]}}, "is in units.optional"),
         (OwnModel, {"tensor_parallel_degree": 2, "shard_degree": 4}, "tensor_parallel_degree=2; write tensor_par"),
+        (Odd, {"expert_parallel_degree": 4}, "2 ranks of shard_degree hold the same experts and divide no dimension"),
         (OwnModel, {"compile": True}, "leave compile out"),
         (OwnModel, {"fp8": True}, "leave fp8 out"),
     ],
