@@ -111,7 +111,9 @@ def _uneven(draft: ModelDraft, degree: int) -> list[str]:
         if parameter.name.rpartition(".")[0] in sites:
             first, *others = parameter.shape
             if all(size % rest for size in (first // degree, *others)):
-                return [f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"]
+                return [
+                    f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"
+                ]
     return []
 
 
