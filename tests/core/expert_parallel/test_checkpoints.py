@@ -98,3 +98,19 @@ def test_transformers_loads_an_export(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
         assert (model(input_ids=batches(1)[0, 0]).logits - logits).abs().max() < 1e-6
+
+
+def called_alone() -> str:
+    """Rank 0 calls the model while it saves, which no other rank takes part in."""
+    parallel = Case("Mixtral", 4, 2).parallel()
+    whole = full_state_dict(parallel.module, rank0_only=False)
+    if parallel.mesh.rank > 0:
+        return ""
+    with parallel.unsharded(parallel.module, whole), pytest.raises(RuntimeError) as error:
+        parallel.module(input_ids=batches(1)[0, 0])
+    return str(error.value)
+
+
+def test_a_call_on_one_rank_alone_is_refused_and_does_not_wait() -> None:
+    refused, *_ = run_ranks(called_alone, 4, ranks_per_node=2, timeout=60)
+    assert "expert_parallel_degree=2 all ranks compute it together" in refused
