@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ActivationMemory as ActivationMemory,
         save_activations as save_activations,
     )
+    from smp_core.activations.checkpointing import SENDS as SENDS
     from smp_core.activations.host_pool import HostPool as HostPool
     from smp_core.activations.rules import ACTIVATIONS as ACTIVATIONS
     from smp_core.activations.selective import (

@@ -27,13 +27,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from smp_core.activations.selective import ContextPair, selective_contexts
+from smp_core.activations.selective import ContextPair, all_else_contexts, selective_contexts
 from smp_core.plan import CheckpointedModule
 from smp_core.torch_facts import uncompiled, without_caches
 
 logger = logging.getLogger("smp")
 
 _OWN_FORWARD = "_smp_own_forward"
+SENDS = "_smp_sends_tokens"
+"""An attribute of modules whose forward sends tokens to other ranks, which a recomputation is not to do again."""
 
 
 class NotDeterministicError(RuntimeError):
@@ -92,7 +94,7 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
             with set_checkpoint_early_stop(False):
                 return checkpoint(compared, *given, use_reentrant=False, context_fn=compared.contexts)
         if to_the_end and not torch.compiler.is_compiling():
-            contexts = selective_contexts if selective else noop_context_fn
+            contexts = selective_contexts if selective else _contexts_of_all(self)
             with set_checkpoint_early_stop(False):
                 return checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
         # Dynamo takes a context_fn only where it is written out as a global function.
@@ -101,6 +103,12 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
         return checkpoint(run, *given, use_reentrant=False)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _contexts_of_all(module: nn.Module) -> ContextPair:
+    """Return the contexts of a module that recomputes everything: rows of tokens are not sent to experts again."""
+    sends = any(getattr(inner, SENDS, False) for inner in module.modules())
+    return all_else_contexts if sends else noop_context_fn
 
 
 def _is_recomputed_by_its_own(module: nn.Module) -> bool:

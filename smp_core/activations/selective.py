@@ -27,6 +27,17 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _all_else(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = is_kept(operator, in_all_modes=True)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def all_else_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the same for modules that recompute all but what is never sent twice."""
+    forward, recomputation = create_selective_checkpoint_contexts(_all_else)
+    return forward, recomputation
+
+
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of forward and of recomputation, the ``context_fn`` of ``torch.utils.checkpoint``."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy)

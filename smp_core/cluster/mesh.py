@@ -11,7 +11,7 @@ is held in a sum of a unit cannot tell the other, which has not used the unit, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -42,6 +42,21 @@ _GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """The partition group as ranks that divide experts, and ranks that hold parts of the same ones.
+
+    Attributes:
+        mesh: "rest" x "experts".
+        all: the ranks that divide experts; its communicator is used for tokens only, as those of ``stages``.
+        stages: those on this node, and those with this place on their nodes; None where there is one stage.
+    """
+
+    mesh: DeviceMesh
+    all: dist.ProcessGroup
+    stages: Stages | None
+
+
+@dataclass(frozen=True)
 class SmpMesh:
     """A layout with the groups this rank belongs to on its axes. Built once per run by :meth:`build`.
 
@@ -58,6 +73,7 @@ class SmpMesh:
     _groups: _Groups
     _by_axes: Mapping[Axes, dist.ProcessGroup]
     _stages: Mapping[Axes, Stages | None]
+    _expert_ranks: dict[tuple[int, bool], ExpertRanks] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -116,6 +132,24 @@ class SmpMesh:
         holders = self._groups.own(rows)
         self._groups.connect()
         return holders
+
+    def experts(self, degree: int, in_stages: bool) -> ExpertRanks:
+        """Return the groups of ``degree`` neighbours in the partition group that divide experts. Collective over the
+        world at its first use.
+
+        Args:
+            in_stages: make groups for exchanges in two stages, where there are two.
+        """
+        if (degree, in_stages) not in self._expert_ranks:
+            columns, rows = split(self.layout.groups(*PARTITION), degree)
+            both = [self._groups.own(columns), self._groups.own(rows)]
+            ranks = torch.tensor(self.shard_ranks).view(-1, degree)
+            mesh = DeviceMesh.from_group(both, self.device.type, ranks, mesh_dim_names=("rest", "experts"))
+            two = stages(rows, self.topology) if in_stages else None
+            pair = None if two is None else (self._groups.make(two[0]), self._groups.make(two[1]))
+            self._expert_ranks[degree, in_stages] = ExpertRanks(mesh, self._groups.make(rows), pair)
+            self._groups.connect()
+        return self._expert_ranks[degree, in_stages]
 
     def holders(self) -> list[DeviceMesh]:
         """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no

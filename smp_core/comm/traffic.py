@@ -95,6 +95,9 @@ class Traffic:
         keep = knobs.reshard_after_forward
         self._holders = mesh.secondary(keep) if type(keep) is int else None
         self._secondary: list[SecondaryGather] = []
+        # Experts that ranks divide are units over the rest of the partition group, as they are and in one stage.
+        dealt = plan.shapes.experts if knobs.expert_parallel_degree != 1 else ()
+        self._experts = {site.name for site in dealt}
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(form.error_feedback)
@@ -131,6 +134,8 @@ class Traffic:
         return self.issued.noting(self._reduce_scatter(unit), "reduce_scatter", unit.name)
 
     def _all_gather(self, unit: Unit) -> CommObject | SecondaryGather:
+        if unit.name in self._experts:
+            return FlatAllGather(self._meter, deferred=prefers_messages(self.mesh.shard_group, self.mesh.device))
         made = self._primary_all_gather(unit)
         if self._holders is None or unit.is_root:  # roots stay unsharded after forward
             return made
@@ -159,6 +164,8 @@ class Traffic:
         )
 
     def _reduce_scatter(self, unit: Unit) -> CommObject:
+        if unit.name in self._experts:
+            return FlatReduceScatter(self._meter)
         if self._form.reduce_codes and self._gathers_cross:
             made = QuantizedReduceScatter(
                 self._meter,

@@ -91,6 +91,10 @@ class SmpConfig:
             once the model is known; on CPU "node").
         context_parallel_degree: Ranks that hold pieces of the same sequence, inside the partition group: at most
             shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences).
+        expert_parallel_degree: Ranks that divide the experts of each layer of a mixture of experts, neighbours inside
+            the partition group, which tokens travel between instead of experts: a divisor of shard_degree and of the
+            experts. Integer >= 1, "node" (the most inside a node) or "auto" (the same, or 1 where that is not built);
+            default 1 (experts are gathered as other layers are).
         tensor_parallel_degree: Ranks that split each matrix product, neighbours inside a node; shard_degree does not
             count them. Integer >= 1; default 1 (off).
         tensor_parallel: How layers are split over tensor ranks. "auto", or fields of TensorParallel
@@ -176,6 +180,9 @@ class SmpConfig:
         ),
     )
     context_parallel_degree: int = setting(1, _DEGREE)
+    expert_parallel_degree: int | Literal["node", "auto"] = setting(
+        1, read.either(_DEGREE, read.word("node", "auto"), allowed="an integer of at least 1, 'node', 'auto'")
+    )
     tensor_parallel_degree: int = setting(1, _DEGREE)
     tensor_parallel: Knob[TensorParallel, str | Fields] = _holds(TensorParallel)
     pipeline_parallel_degree: int = setting(1, _DEGREE)

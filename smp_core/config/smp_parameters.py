@@ -434,13 +434,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     ),
     "allow_empty_shards": _no_effect(_boolean, "a tensor with fewer rows than ranks is always accepted"),
     "context_parallel_degree": _knob("context_parallel_degree", _DEGREE),
-    "expert_parallel_degree": _only(
-        1,
-        _DEGREE,
-        "experts are sharded like every other layer",
-        "expert parallelism does not exist here: write 1 and raise the shard degree; experts are sharded like every "
-        "other layer",
-    ),
+    "expert_parallel_degree": _knob("expert_parallel_degree", _DEGREE),
     "random_seed": _no_effect(
         read.integer(0), "tensor ranks draw as one process does, from the script's seed; call seed_everything(seed)"
     ),

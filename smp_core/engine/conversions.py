@@ -12,14 +12,15 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 9.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
 10. lay_out_contiguously: shards are stretches of a parameter's rows
 11. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-12. shard_units: fully_shard of blocks, then roots, with our communication objects
-13. apply_fsdp_options: how far ahead units are gathered
-14. materialize: what is on the meta device, shard by shard
-15. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
-16. move_plain_tensors: what FSDP2 does not manage, to the device
-17. register_forward_methods: methods besides forward that gather
-18. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-19. AccumulationWindow: gradients from here on, with the hop across replicas
+12. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
+13. shard_units: fully_shard of blocks, then roots, with our communication objects
+14. apply_fsdp_options: how far ahead units are gathered
+15. materialize: what is on the meta device, shard by shard
+16. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+17. move_plain_tensors: what FSDP2 does not manage, to the device
+18. register_forward_methods: methods besides forward that gather
+19. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+20. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
+from smp_core.expert_parallel import DealtExperts, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
 from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, units_with
@@ -130,7 +132,10 @@ def parallelize_model(
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, None if fp8 is None else fp8.gather_of)
+    experts = None if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
+    meshes = {} if experts is None else experts.meshes
+    gather_of = None if fp8 is None else fp8.gather_of
+    units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, gather_of, meshes)
     apply_fsdp_options(model, knobs, mesh.device)
     explain_uncalled(units)
     if plan.shapes.on_meta:
@@ -277,6 +282,13 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
         return None
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
+
+
+def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
+    """Give each rank its experts, of rank 0's."""
+    for site in plan.shapes.experts:
+        broadcast_from_rank_0(model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group)
+    return deal_experts(model, mesh, plan, meter)
 
 
 def _split_layers(

@@ -115,6 +115,8 @@ class ParallelModel:
         """
         config = self.config
         split = [f"{DEGREES[axis]}={degree}" for axis, degree in degrees_of(config).items() if degree != 1]
+        if config.expert_parallel_degree != 1:
+            split.append(f"expert_parallel_degree={config.expert_parallel_degree}")
         if config.fp8 is not None:
             split.append("fp8")
         refusal = ""

@@ -58,7 +58,10 @@ def _ops_of_torch() -> set[Any]:
 _kept: set[Any] = _ops_of_torch()
 
 
-def keep_outputs_of(*operators: Any) -> None:
+_kept_in_all_modes: set[Any] = set()
+
+
+def keep_outputs_of(*operators: Any, in_all_modes: bool = False) -> None:
     """Keep the outputs of these operators under selective checkpointing from now on: backward never runs them again.
 
     It is meant for operators that communicate or are expensive (``keep_outputs_of(torch.ops.smp.context_attention)``).
@@ -67,14 +70,16 @@ def keep_outputs_of(*operators: Any) -> None:
     Args:
         operators: ``torch.ops.<space>.<name>``, all its overloads, or one overload of it. Their outputs must not be
             changed in place later.
+        in_all_modes: modules that recompute everything else, and have units inside, keep them too.
     """
     for operator in operators:
-        if hasattr(operator, "overloads"):
-            _kept.update(getattr(operator, overload) for overload in operator.overloads())
-        else:
-            _kept.add(operator)
+        is_packet = hasattr(operator, "overloads")
+        found = {getattr(operator, each) for each in operator.overloads()} if is_packet else {operator}
+        _kept.update(found)
+        _kept_in_all_modes.update(found if in_all_modes else ())
 
 
-def is_kept(operator: Any) -> bool:
-    """Return whether selective checkpointing keeps the outputs of an operator's overload."""
-    return operator in _kept
+def is_kept(operator: Any, in_all_modes: bool = False) -> bool:
+    """Return whether selective checkpointing, or recomputation of all else, keeps the outputs of an operator's
+    overload."""
+    return operator in (_kept_in_all_modes if in_all_modes else _kept)

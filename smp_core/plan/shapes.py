@@ -15,6 +15,7 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
+from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, WrapPlan, plan_units
 
 
@@ -67,6 +68,7 @@ class Shapes:
         buffer_bytes: of all buffers.
         aliases: further names of parameters -> their first name.
         chain: the blocks in the order they run in; recorded where there are pipeline stages.
+        experts: the modules that hold experts.
     """
 
     kind: str
@@ -78,6 +80,7 @@ class Shapes:
     buffer_bytes: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
     chain: Chain | None = None
+    experts: tuple[ExpertShape, ...] = ()
 
     def __post_init__(self) -> None:
         for unit in self.units.units:
@@ -136,6 +139,7 @@ class Shapes:
             on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
             buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
             aliases=aliases,
+            experts=experts_of(model),
         )
 
     @cached_property

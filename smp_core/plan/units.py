@@ -6,7 +6,7 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
 
 - blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
   and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
-  reach ``units.min_parameters``;
+  reach ``units.min_parameters``, and the experts of each layer where ranks divide them;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters, or where these children share a unit;
 - optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig
+from smp_core.plan.experts import experts_of
 from smp_core.torch_facts import compiled_of, embeddings_of, uncompiled
 
 logger = logging.getLogger("smp")
@@ -89,6 +90,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     above_children = entry == "steps" and len(_outside(model, children)) > 0
     roots = [model] if entry == "forward" or above_children else children
     chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
+    if config.expert_parallel_degree != 1:
+        chosen |= {model.get_submodule(site.name) for site in experts_of(model) if not site.problem}
     if config.units.min_parameters > 0:
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
     chosen -= optional

@@ -110,6 +110,7 @@ def some(recipe: type[Recipe]) -> Any:
 VALUES: dict[str, Any] = {
     "shard_degree": st.integers(1, 64).map(lambda n: n * 6) | st.sampled_from(["node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 2, 3, 6]),
+    "expert_parallel_degree": st.sampled_from([1, 2, 4, "node", "auto"]),
     "tensor_parallel_degree": st.integers(1, 9),
     "tensor_parallel": some(TensorParallel),
     "pipeline_parallel_degree": st.integers(1, 9),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import functools
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import Traffic
@@ -26,6 +30,7 @@ def shard_units(
     traffic: Traffic,
     recomputed: Container[str],
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None,
+    meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> list[ShardedUnit]:
     """Apply ``fully_shard`` to every planned unit over the partition group, innermost first, with our communication
     objects. Each gets rank 0's weights just before.
@@ -34,6 +39,7 @@ def shard_units(
         traffic: makes the units' communication objects.
         recomputed: names of units that lie inside checkpointed modules.
         gather_of: (module, parameter's name in it) -> how the parameter is communicated, if not as it is.
+        meshes: what units are sharded over by their names, if not the partition group.
 
     Returns:
         the units in the plan's order; roots keep their parameters unsharded after forward, as FSDP2 does.
@@ -51,17 +57,19 @@ def shard_units(
             reduce_dtype=plan.dtypes.reduced,
             cast_forward_inputs=plan.precision.cast_forward_inputs,
         )
+        over = meshes.get(planned.name, mesh.shard_mesh)
         fully_shard(
             unit_module,
-            mesh=mesh.shard_mesh,
+            mesh=over,
             reshard_after_forward=None if planned.is_root and keep else bool(keep),
             mp_policy=policy,
             offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
             ignored_params=ignored,
+            shard_placement_fn=functools.partial(_evenly, over.size()) if planned.name in meshes else None,
         )
         assert isinstance(unit_module, FSDPModule)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions, passes)
-        if mesh.shard_degree == 1:
+        if over.size() == 1:
             # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
             unit_module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
         if knobs.collectives.symmetric_memory:
@@ -74,3 +82,11 @@ def shard_units(
             travel(unit.group, gather_of)
         units.append(unit)
     return units
+
+
+def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension that a parameter of experts is sharded in: experts, or the next one if a rank holds too few
+    for all others."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
+    return Shard(even[0]) if even else None

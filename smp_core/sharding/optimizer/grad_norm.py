@@ -97,8 +97,10 @@ def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> t
     # FSDP2's _StridedShard, of what is split over tensor ranks too, says False to is_shard().
     sharded = [axis for axis, placement in placements if not placement.is_replicate()]
     if is_master:
-        # The outermost axis is the partition group, which is inside the masters' group.
-        return (masters_over, *(own.device_mesh.get_group(axis) for axis in sharded if axis > 0))
+        # The partition group is inside the masters' group, also where it is two axes, because ranks divide experts.
+        counted = set(dist.get_process_group_ranks(masters_over))
+        others = [own.device_mesh.get_group(axis) for axis in sharded]
+        return (masters_over, *(each for each in others if not counted.issuperset(dist.get_process_group_ranks(each))))
     return tuple(own.device_mesh.get_group(axis) for axis in sharded)
 
 

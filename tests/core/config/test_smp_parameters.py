@@ -223,7 +223,7 @@ def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding()
         ({"horovod": True}, "Horovod is not used: remove it"),
         ({"ddp": 2}, "ddp=2 is not allowed; allowed: true, false"),
         ({"ddp": False}, "ddp=False .*write True"),
-        ({"expert_parallel_degree": 2}, "experts are sharded like every other layer"),
+        ({"moe": True}, "no layer is exchanged for one of SMP's"),
         ({"bf16": True, "fp16": True}, "fp16=True and SMP bf16=True contradict each other about param_dtype"),
         ({"sharded_data_parallel_degree": 4, "hybrid_shard_degree": 8}, "contradict each other about shard_degree"),
         ({"hybrid_shard_degree": 4, "context_parallel_degree": 8}, "larger than shard_degree=4"),
@@ -242,9 +242,9 @@ def test_an_unknown_strategy_is_answered_with_the_known_ones() -> None:
         SmpConfig.from_smp_parameters({}, sharding_strategy="ZERO")
 
 
-def test_a_feature_that_is_not_built_is_refused_when_training_starts() -> None:
-    with pytest.raises(ValueError, match="expert_parallel_degree"):
-        SmpConfig.from_smp_parameters({"expert_parallel_degree": 2, "hybrid_shard_degree": 8})
+def test_expert_ranks_are_the_same_ones_here() -> None:
+    config = SmpConfig.from_smp_parameters({"expert_parallel_degree": 2, "hybrid_shard_degree": 8})
+    assert (config.expert_parallel_degree, config.shard_degree) == (2, 8)
 
 
 def test_one_line_of_the_log_for_each_option(caplog: pytest.LogCaptureFixture) -> None:

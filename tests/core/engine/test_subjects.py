@@ -79,9 +79,21 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
+class Experts(nn.Module):
+    smp_experts, num_experts = True, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.zeros(4, 8, 8))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.experts = Experts()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +109,7 @@ def plan_of(knobs: dict[str, Any], device: str = "cuda", given: bool = False, ch
     return decide(Shapes.of(model, SmpConfig() if given else asked), asked, machines, given=came)
 
 
+EXPERT = {"expert_parallel_degree": 2}
 TENSOR, PIPELINE = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 OTHER_FP8 = {"fp8": {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}}
 ENGINE_FP8 = {"fp8": {"backend": "transformer_engine", "fp8_all_gather": False, "amax_history_len": 16}}
@@ -143,6 +156,14 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**TENSOR, "collectives": {"symmetric_memory": True}}
     },
     ("tensor parallelism", "models that came sharded"): {"knobs": TENSOR, "given": True},
+    ("expert parallelism", "pipeline stages"): {"knobs": {**EXPERT, **PIPELINE}},
+    ("expert parallelism", "tensor ranks"): {"knobs": {**EXPERT, **TENSOR}},
+    ("expert parallelism", "`compile`"): {"knobs": {**EXPERT, "compile": True}},
+    ("expert parallelism", "`fp8`"): {"knobs": {**EXPERT, "fp8": True}},
+    ("expert parallelism", "`collectives.symmetric_memory`"): {
+        "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
+    },
+    ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},
         "given": True,

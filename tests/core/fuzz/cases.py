@@ -72,6 +72,7 @@ _LAYERS = "needs models with layers to split: tests/core/tensor_parallel"
 
 NOT_DRAWN: dict[str, str] = {
     **dict.fromkeys(DEGREES.values(), _AXES),
+    "expert_parallel_degree": "needs a mixture of experts: tests/core/expert_parallel",
     "collectives.context_head_groups": _SEQUENCES,
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,

@@ -1,0 +1,125 @@
+"""deal_experts(): each rank gets some of the experts of every layer, and their forward sends tokens to where they are.
+
+The ranks of a partition group are ``rest`` x ``experts``, expert ranks innermost: DTensors ``Shard(0)`` over expert
+ranks, which FSDP2 then shards over the rest. An expert's gradient is then summed over expert ranks by the way back of
+its tokens, over the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any other
+parameter's, and it is divided once. No expert's part is on two ranks of a partition group, so norms count it once.
+
+Shape letters: T tokens, K experts of a token, R rows, H features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smp_core.activations import SENDS
+from smp_core.cluster import SmpMesh
+from smp_core.comm import CommMeter
+from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
+from smp_core.plan import ExpertShape, Plan
+
+
+@dataclass(frozen=True)
+class DealtExperts:
+    """The experts of a model, dealt to ranks.
+
+    Attributes:
+        sites: the layers' experts.
+        dispatch: moves their tokens.
+        rest: the ranks of the partition group that hold parts of the same experts.
+    """
+
+    sites: tuple[ExpertShape, ...]
+    dispatch: Dispatch
+    rest: DeviceMesh
+
+    @property
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """The mesh that each unit of experts is sharded over, by the unit's name."""
+        return {site.name: self.rest for site in self.sites}
+
+
+@torch.no_grad()
+def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
+    """Leave each rank its experts, in place, before anything is sharded. Collective over the world.
+
+    Args:
+        model: its experts hold the same values on all ranks, or are on meta.
+    """
+    degree = plan.knobs.expert_parallel_degree
+    assert isinstance(degree, int)
+    ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
+    over = ranks.mesh["experts"]
+    dispatch: Dispatch = FlatDispatch(ranks.all, meter)
+    if ranks.stages is not None:
+        dispatch = TwoHopDispatch(*ranks.stages, meter)
+    for site in plan.shapes.experts:
+        module: Any = model.get_submodule(site.name)
+        for name, whole in list(module.named_parameters(recurse=False)):
+            own = whole.detach().chunk(degree)[over.get_local_rank()].clone()
+            dealt = nn.Parameter(DTensor.from_local(own, over, [Shard(0)], run_check=False), whole.requires_grad)
+            dealt.__dict__.update(whole.__dict__)
+            setattr(module, name, dealt)
+        inner = vars(module).get("forward") or functools.partial(type(module).forward, module)
+        setattr(module, SENDS, True)
+        module.forward = _dispatching(module, inner, dispatch, site.experts)
+    return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["rest"])
+
+
+def _dispatching(
+    module: Any, inner: Callable[..., torch.Tensor], dispatch: Dispatch, experts: int
+) -> Callable[..., torch.Tensor]:
+    """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
+    local_experts = experts // dispatch.degree
+    signature = inspect.signature(inner)
+
+    def run(rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with _local(module, local_experts):
+            if not rows_RH.shape[0]:
+                return rows_RH + _nothing_of(module)
+            alone_R1 = expert_R[:, None]
+            return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
+        tokens_TH = hidden.reshape(-1, hidden.shape[-1])
+        chosen_TK, weights_TK = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
+        made_TH = made_TH.to(hidden.dtype)
+        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it in place.
+        return made_TH if hidden.ndim == 2 else made_TH.view(hidden.shape).clone()
+
+    return forward
+
+
+@contextlib.contextmanager
+def _local(module: Any, experts: int) -> Iterator[None]:
+    """Let the module have this rank's experts only, as plain tensors. (They go into ``_parameters``, which has no
+    public name: setting an attribute takes nothing but parameters in the place of one.)"""
+    kept, all_experts = dict(module._parameters), module.num_experts
+    try:
+        module.num_experts = experts
+        for name, parameter in kept.items():
+            module._parameters[name] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        yield
+    finally:
+        module._parameters.update(kept)
+        module.num_experts = all_experts
+
+
+def _nothing_of(module: nn.Module) -> torch.Tensor:
+    """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
+    exchanges like that of the others."""
+    firsts = [parameter.reshape(-1)[:1].sum() for parameter in module.parameters(recurse=False)]
+    return torch.stack(firsts).sum() * 0

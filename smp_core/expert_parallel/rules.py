@@ -1,0 +1,138 @@
+"""Rules for expert parallelism: over how many ranks a layer's experts are dealt, and what it does not go together with
+yet."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from smp_core.cluster import PARTITION
+from smp_core.config import Clash
+from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
+
+KNOB = "expert_parallel_degree"
+
+
+class ExpertParallelism(Subject):
+    """Expert parallelism, as one of the subjects."""
+
+    name = "expert parallelism"
+    page = "mixture-of-experts.md"
+    knobs = (KNOB,)
+    apart = (
+        Clash(
+            "pipeline parallelism",
+            "pipeline stages",
+            asked_for("pipeline_parallel_degree", unless=1),
+            "write pipeline_parallel_degree=1, or expert_parallel_degree=1",
+        ),
+        Clash(
+            "tensor parallelism",
+            "tensor ranks",
+            asked_for("tensor_parallel_degree", unless=1),
+            "write tensor_parallel_degree=1, or expert_parallel_degree=1",
+        ),
+        Clash("compilation", "`compile`", asked_for("compile"), "leave compile out, or write expert_parallel_degree=1"),
+        Clash("fp8", "`fp8`", asked_for("fp8"), "leave fp8 out, or write expert_parallel_degree=1"),
+        SYMMETRIC_MEMORY,
+        Clash(
+            "sharding",
+            "models that came sharded",
+            came_sharded,
+            "load it without distributed_config, and torch-smp deals its experts and shards it",
+        ),
+    )
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve the degree.
+
+        Raises:
+            ValueError: a degree that does not divide the partition group or the experts, with those that do; a model
+                without experts, or with experts that ranks cannot divide; what it is not built together with.
+        """
+        asked = draft.knobs.expert_parallel_degree
+        if asked == 1:
+            return
+        allowed = _allowed(draft)
+        inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
+        problem = _problem(draft)
+        if asked == "auto":
+            apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
+            reasons = [*apart, *([problem] if problem else _uneven(draft, inside))]
+            degree = 1 if reasons else inside
+            why = reasons[0] if reasons else "the most that divide the experts, the partition group and the node"
+            draft.settle(KNOB, degree, why)
+            return
+        self.require_together(draft, f"{KNOB}={asked!r}")
+        if problem:
+            raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
+        if asked == "node":
+            draft.settle(KNOB, inside, "the most that divide the experts, the partition group and the node")
+        elif asked not in allowed:
+            counts = sorted({site.experts for site in draft.shapes.experts})
+            raise ValueError(
+                f"{KNOB}={asked} has to divide shard_degree={draft.layout.size(*PARTITION)} and the "
+                f"{' and '.join(map(str, counts))} experts of a layer; allowed: {', '.join(map(str, allowed))}"
+            )
+        degree = inside if asked == "node" else asked
+        uneven = _uneven(draft, degree)
+        if uneven:
+            raise ValueError(f"{KNOB}={degree}: {uneven[0]}; write another degree or shard_degree, or {KNOB}=1")
+        if draft.groups.topology.ranks_per_node % degree:
+            draft.warnings.append(
+                f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
+                "tokens travel between nodes in every layer"
+            )
+
+    def describe(self, plan: Plan, made: Any) -> list[str]:
+        """Return a line about the ranks that divide experts."""
+        degree = plan.knobs.expert_parallel_degree
+        if not isinstance(degree, int) or degree == 1:
+            return []
+        rest = plan.layout.size(*PARTITION) // degree
+        sites = plan.shapes.experts
+        return [f"experts of {len(sites)} layers dealt to {degree} ranks, those of a rank sharded over {rest}"]
+
+
+EXPERT_PARALLELISM = ExpertParallelism()
+
+
+def _allowed(draft: ModelDraft) -> list[int]:
+    common = math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts))
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def _uneven(draft: ModelDraft, degree: int) -> list[str]:
+    """Return the first parameter that cannot be cut into equal parts by the ranks that hold the same experts, in words;
+    nothing if there is none."""
+    rest, shapes = draft.layout.size(*PARTITION) // degree, draft.shapes
+    sites = {site.name for site in shapes.experts}
+    for parameter in shapes.parameters:
+        if parameter.name.rpartition(".")[0] in sites:
+            first, *others = parameter.shape
+            if all(size % rest for size in (first // degree, *others)):
+                return [
+                    f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"
+                ]
+    return []
+
+
+def _problem(draft: ModelDraft) -> str:
+    """Return why this model's experts cannot be dealt out; "" if they can."""
+    shapes = draft.shapes
+    if not shapes.experts:
+        return (
+            f"{shapes.kind} has no experts that torch-smp knows: neither Transformers' fused ones nor modules marked "
+            "as smp_core.plan.ExpertSite"
+        )
+    for site in shapes.experts:
+        if site.problem:
+            return site.problem
+    units = {unit.name for unit in shapes.units.units if unit.parameters}
+    for site in shapes.experts:
+        if site.name not in units:
+            return f"{site.name} is no unit: it is in units.optional, or shares parameters with another module"
+        shared = [name for name in shapes.units.replicated if name.startswith(f"{site.name}.")]
+        if shared:
+            return f"{shared[0]} is shared with another module"
+    return ""

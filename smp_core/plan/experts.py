@@ -1,0 +1,83 @@
+"""Which modules of a model hold experts that whole ranks can hold: found without their names.
+
+Transformers marks its fused experts (``use_experts_implementation``): modules with ``num_experts`` whose own parameters
+have one row for each expert. A model of one's own marks its modules as an :class:`ExpertSite`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+# Transformers' mark. It has no public name; the class decorator leaves nothing else that other modules do not have.
+_MARK = "_is_expert_parallel"
+
+_OTHER_LAYOUTS = (
+    "DbrxExperts",
+    "Llama4TextExperts",
+    "LongcatFlashExperts",
+    "Step3p7Experts",
+    "JetMoeParallelExperts",
+    "NllbMoeExperts",
+    "SwitchTransformersExperts",
+)
+"""Experts of Transformers without the mark: a module for each, routers inside, or weights that multiply inputs."""
+
+
+class ExpertSite(Protocol):
+    """A module of one's own with the experts of one layer, which ranks may divide.
+
+    Every parameter of it has ``num_experts`` rows. Its forward takes tokens ``[T, H]``, the experts of each ``[T, K]``
+    (int64) and their weights ``[T, K]``, and returns ``[T, H]``: the sum of the experts' outputs, each times its
+    weight. It has to work with any number of tokens and with fewer experts, and to know ``num_experts`` by that name.
+    """
+
+    smp_experts: ClassVar[bool] = True
+    num_experts: int
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of one layer.
+
+    Attributes:
+        name: of the module that holds them.
+        kind: its class.
+        experts: how many.
+        problem: why ranks cannot divide them, in words; "" if they can.
+    """
+
+    name: str
+    kind: str
+    experts: int
+    problem: str = ""
+
+
+def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
+    """Return all modules with experts, in the model's order, also those that ranks cannot divide."""
+    found = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in _OTHER_LAYOUTS and not hasattr(module, _MARK):
+            found.append(ExpertShape(name, kind, 0, f"{kind} is not of one tensor for all experts of a layer"))
+        elif getattr(module, "smp_experts", False) or (hasattr(module, _MARK) and hasattr(module, "num_experts")):
+            found.append(ExpertShape(name, kind, module.num_experts, _problem(module)))
+    return tuple(found)
+
+
+def _problem(module: Any) -> str:
+    own = dict(module.named_parameters(recurse=False))
+    if getattr(module, _MARK, False):
+        return f"{type(module).__name__} was split by Transformers' own expert parallelism already"
+    if not own:
+        return f"{type(module).__name__} has no parameters of its own (adapters on experts replace them)"
+    for name, parameter in module.named_parameters():
+        if name not in own or parameter.ndim == 0 or parameter.shape[0] != module.num_experts:
+            shape = tuple(parameter.shape)
+            return f"{name} {shape} of {type(module).__name__} does not have one row for each of its experts"
+    return ""

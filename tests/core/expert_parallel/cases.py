@@ -1,0 +1,58 @@
+"""Trainings with experts on several ranks, beside those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.config import SmpConfig
+from smp_core.engine.parallel_model import ParallelModel
+from smp_core.entry import parallelize
+from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.tensor_parallel.model_cases import (
+    STEPS,
+    alone,
+    build,
+    differences,
+    together,
+    wide_when_computed_again,
+)
+from tests.harness import run_ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one training over ranks is like; the world is shard x replicas."""
+
+    kind: str
+    shard: int = 4
+    expert: int | str = 2
+    micro_batches: int = 1
+    knobs: tuple[tuple[str, Any], ...] = ()
+    steps: int = STEPS
+
+    def parallel(self, device: torch.device | None = None, **more: Any) -> ParallelModel:
+        delayed = bool(dict(self.knobs).get("delayed_init"))
+        model = build(self.kind, seed=dist.get_rank(), delayed=delayed)
+        if "activations" in dict(self.knobs):
+            model = wide_when_computed_again(model)
+        knobs = {"shard_degree": self.shard, "expert_parallel_degree": self.expert, **dict(self.knobs), **more}
+        return parallelize(model, SmpConfig(**knobs), device=device or "cpu")
+
+
+def problems(cases: list[Case]) -> list[list[str]]:
+    """What is further off than 1e-12 from one process, by case; run by each rank."""
+    found = []
+    for case in cases:
+        seen = together(case)  # type: ignore[arg-type]
+        expected = alone(case.kind, case.micro_batches, case.steps, delayed="delayed_init" in dict(case.knobs))
+        found.append([f"{case}: {line}" for line in differences(seen, expected)])
+    return found
+
+
+def assert_like_one_process(cases: list[Case], world: int = 4) -> None:
+    for found in run_ranks(problems, world, cases, ranks_per_node=2, timeout=900):
+        assert [line for lines in found for line in lines] == []

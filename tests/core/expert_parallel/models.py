@@ -1,0 +1,126 @@
+"""Tiny mixtures of experts: ten Transformers families, and one of one's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.core.tensor_parallel.models import _COMMON, MODELS, VOCABULARY
+from tests.older_transformers import EAGER_EXPERTS
+
+EXPERTS = 4
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+_JAMBA = {
+    "num_experts": EXPERTS, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 0,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_d_conv": 2,
+}  # fmt: skip
+_GLM = {
+    "head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "Olmoe": {"num_experts": EXPERTS},
+    "DeepseekV3": _DEEPSEEK,
+    "GptOss": {
+        "head_dim": 8,
+        "num_local_experts": EXPERTS,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "GraniteMoe": {"num_local_experts": EXPERTS},
+    "Glm4Moe": _GLM,
+    "Jamba": _JAMBA,
+    "Phimoe": {"num_local_experts": EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "MiniMax": {
+        "head_dim": 8,
+        "num_local_experts": EXPERTS,
+        "layer_types": ["full_attention", "linear_attention"],
+        "block_size": 4,
+    },
+}
+
+
+def _family(kind: str, loads: str = "") -> nn.Module:
+    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS, **FAMILIES[kind]}
+    config = getattr(transformers, f"{kind}Config")(**known)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight", "router.layer.weight")):
+                parameter.mul_(20.0)  # choices that are no ties
+    return model
+
+
+class OwnExperts(nn.Module):
+    """Experts of one matrix each."""
+
+    smp_experts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.matrices = nn.Parameter(torch.randn(EXPERTS, 16, 16) / 4)
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            share = (weights * (chosen == expert)).sum(-1, keepdim=True)
+            total = total + share * torch.tanh(hidden @ self.matrices[expert])
+        return total
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, to_one: bool) -> None:
+        super().__init__()
+        self.router, self.experts, self.to_one = nn.Linear(16, EXPERTS), OwnExperts(), to_one
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.router(hidden).softmax(-1)
+        weights, chosen = scores.topk(1 if self.to_one else 2, dim=-1)
+        if self.to_one:  # one expert takes all: the other ranks get no token
+            weights, chosen = scores[..., 1:2], torch.ones_like(chosen)
+        flat = self.experts(hidden.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1))
+        return hidden + flat.view(hidden.shape)
+
+
+class OwnModel(nn.Module):
+    """A mixture of experts that is none of Transformers'."""
+
+    def __init__(self, to_one: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(OwnBlock(to_one) for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _frozen_words() -> nn.Module:
+    """Nothing that the first experts get has a gradient, and one expert takes all."""
+    model = OwnModel(to_one=True)
+    model.words.requires_grad_(False)
+    return model
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "own experts": OwnModel,
+    "one expert takes all": functools.partial(OwnModel, to_one=True),
+    "frozen words": _frozen_words,
+}
+MODELS.update({**{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

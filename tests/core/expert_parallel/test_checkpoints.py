@@ -1,0 +1,116 @@
+"""Checkpoints know nothing of expert ranks: any layout saves, any other one loads the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from smp_core.checkpoint.live_state import full_state_dict
+from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.reader import load_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
+from smp_core.engine.parallel_model import ParallelModel
+from tests.core.expert_parallel.cases import Case
+from tests.core.tensor_parallel.model_cases import batches, full, loss_of, optimizer_of
+from tests.harness import run_ranks
+
+# Shard degree and expert degree; with 4 x 4 experts are sharded in another dimension, or not at all.
+LAYOUTS = [(4, 2), (2, 1), (4, 4)]
+ALL = [(shard, expert) for shard, expert in itertools.product((1, 2, 4), (1, 2, 4)) if shard % expert == 0]
+
+
+def trained(case: Case, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    parallel = case.parallel()
+    optimizer = optimizer_of(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for micro in batches(1, steps):
+        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        loss_of(parallel.module, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel, optimizer
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = named_optimizer_state(parallel.module, optimizer)["state"]
+    found = {name: full(value) for name, value in parallel.model_state().items()}
+    for name, entry in states.items():
+        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return found
+
+
+def saved_and_loaded(folder: Path, kind: str, layouts: list[tuple[int, int]]) -> list[str]:
+    """Save in each layout, load in each; return what is not equal to the bit."""
+    problems = []
+    for shard, expert in layouts:
+        parallel, optimizer = trained(Case(kind, shard, expert), 2)
+        place = folder / f"{shard} {expert}"
+        save_checkpoint(
+            place, {"model": parallel.model_state(), "optimizer": named_optimizer_state(parallel.module, optimizer)}
+        )
+        expected = everything(parallel, optimizer)
+        whole = full_state_dict(parallel.module, rank0_only=False)
+        problems += [f"full {name}" for name, value in whole.items() if not torch.equal(value, expected[name])]
+        for other in layouts:
+            parallel, optimizer = trained(Case(kind, *other), 1)
+            states: dict[str, Any] = {"model": parallel.model_state()}
+            load_checkpoint(place, states)
+            parallel.take_model_state(states["model"])
+            load_named_optimizer_state(place, ("optimizer",), parallel.module, optimizer)
+            parallel.reshard()
+            found = everything(parallel, optimizer)
+            assert found.keys() == expected.keys()
+            differing = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+            problems += [f"{(shard, expert)} -> {other}: {name}" for name in differing]
+    return problems
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_any_layout_loads_what_another_saved(layouts: list[tuple[int, int]], tmp_path: Path) -> None:
+    for problems in run_ranks(saved_and_loaded, 4, tmp_path, "Mixtral", layouts, ranks_per_node=2, timeout=600):
+        assert problems == []
+
+
+def exported(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Train, load a whole state dict, export as users of Transformers do."""
+    parallel, _ = trained(Case("Mixtral", 4, 2), 1)
+    whole = full_state_dict(parallel.module, rank0_only=False)
+    parallel.module.load_state_dict(whole)
+    state = full_state_dict(parallel.module, rank0_only=False)
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    if parallel.mesh.rank == 0:
+        parallel.module.save_pretrained(folder, state_dict=state)
+    with torch.no_grad():
+        return state, parallel.module(input_ids=batches(1)[0, 0]).logits
+
+
+def test_transformers_loads_an_export(tmp_path: Path) -> None:
+    """The same bits; logits to 1e-6: Transformers computes rotations and softmax in float32."""
+    state, logits = run_ranks(exported, 4, tmp_path, ranks_per_node=2)[0]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, experts_implementation="eager"
+    )
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert (model(input_ids=batches(1)[0, 0]).logits - logits).abs().max() < 1e-6
+
+
+def called_alone() -> str:
+    """Rank 0 calls the model while it saves, which no other rank takes part in."""
+    parallel = Case("Mixtral", 4, 2).parallel()
+    whole = full_state_dict(parallel.module, rank0_only=False)
+    if parallel.mesh.rank > 0:
+        return ""
+    with parallel.unsharded(parallel.module, whole), pytest.raises(RuntimeError) as error:
+        parallel.module(input_ids=batches(1)[0, 0])
+    return str(error.value)
+
+
+def test_a_call_on_one_rank_alone_is_refused_and_does_not_wait() -> None:
+    refused, *_ = run_ranks(called_alone, 4, ranks_per_node=2, timeout=60)
+    assert "expert_parallel_degree=2 all ranks compute it together" in refused

@@ -1,0 +1,67 @@
+"""Experts on several ranks train as one process does: losses, gradients, norms and weights in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.core.expert_parallel.cases import Case, assert_like_one_process
+from tests.core.expert_parallel.models import FAMILIES, OWN
+
+LAYOUTS = ({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}, {"shard": 4, "expert": 4})
+
+
+def each_on_a_layout(kinds: Sequence[str]) -> list[Case]:
+    layouts = [LAYOUTS[n % len(LAYOUTS)] for n in range(len(kinds))]
+    return [Case(kind, **layout) for kind, layout in zip(kinds, layouts, strict=True)]
+
+
+def test_experts_on_several_ranks_train_like_one_process() -> None:
+    """1e-12: sums in another order, of losses of about 4 and gradients of up to 0.1 in float64. With "one expert takes
+    all" every other rank gets no token; with "frozen words" nothing that it gets has a gradient either."""
+    families = [Case("Mixtral", **LAYOUTS[1]), Case("Qwen3Moe", **LAYOUTS[0]), Case("GptOss", **LAYOUTS[2])]
+    assert_like_one_process([*families, Case("one expert takes all", **LAYOUTS[2]), Case("frozen words", **LAYOUTS[0])])
+
+
+@pytest.mark.slow
+def test_ten_families_and_ones_own_train_like_one_process() -> None:
+    assert_like_one_process(each_on_a_layout((*FAMILIES, *OWN)))
+    assert_like_one_process([Case(kind, **layout) for kind in ("Mixtral", "Qwen3Moe") for layout in LAYOUTS])
+
+
+KNOBS = [
+    (("optimizer_shard", "world"),),
+    (("optimizer_shard", "world"), ("state_offload", "optimizer")),
+    (("state_offload", "all"),),
+    (("activations", "full"),),
+    (("activations", "selective"),),
+    (("keep_between_micro_batches", "gradients"),),
+    (("keep_between_micro_batches", "parameters"),),
+    (("reshard_after_forward", 2),),
+    (("context_parallel_degree", 2),),
+    (("compression", {"gather": "int8", "gather_exclude": ["*"]}),),
+]
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_experts_train_like_one_process_beside_other_knobs(every: int) -> None:
+    """1e-12, as above."""
+    cases = []
+    for number, knobs in enumerate(KNOBS[::every]):
+        layout = LAYOUTS[number % 2]
+        if "reshard_after_forward" in dict(knobs) or "context_parallel_degree" in dict(knobs):
+            layout = LAYOUTS[0]
+        cases.append(Case("Mixtral", **layout, knobs=knobs, micro_batches=3))
+    assert_like_one_process(cases)
+
+
+def test_experts_are_drawn_shard_by_shard_as_in_one_process() -> None:
+    """1e-12, as above."""
+    delayed = (("delayed_init", True),)
+    assert_like_one_process([Case("Mixtral", **layout, knobs=delayed) for layout in LAYOUTS])
+
+
+def test_two_hops_are_exact() -> None:
+    """1e-12, as above. Expert ranks on two nodes of two."""
+    assert_like_one_process([Case(kind, 4, 4) for kind in ("Qwen3Moe", "one expert takes all")])

@@ -1,0 +1,115 @@
+"""Degrees that are settled, and models and values that are refused, with what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import decide
+from smp_core.plan import Cluster, Plan, Shapes
+from smp_core.topology import Topology
+from tests.core.expert_parallel.models import OwnExperts, OwnModel
+
+
+class Dbrx(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = DbrxExperts()
+
+
+class DbrxExperts(nn.Module):
+    """Poses as a class of Transformers without the mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+class Normed(OwnModel):
+    """Experts with a parameter that is not one expert's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts.norm = nn.LayerNorm(16)
+
+
+class Tied(OwnModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts.matrices = self.blocks[1].experts.matrices
+
+
+class Odd(OwnModel):
+    """Experts of 3 x 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts.matrices = nn.Parameter(torch.zeros(4, 3, 3))
+
+
+def plan_of(model: nn.Module, world: int = 8, per_node: int = 4, **knobs: Any) -> Plan:
+    asked = SmpConfig(**{"shard_degree": 8, **knobs})
+    return decide(Shapes.of(model, asked), asked, Cluster(Topology.uniform(world, per_node), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "knobs", "degree"),
+    [
+        ("node", {}, 4),
+        ("node", {"shard_degree": 2}, 2),
+        ("auto", {}, 4),
+        ("auto", {"compile": True}, 1),
+        (2, {}, 2),
+        ("2", {}, 2),
+        (1, {"compile": True}, 1),
+    ],
+)
+def test_degrees_are_settled(asked: Any, knobs: dict[str, Any], degree: int) -> None:
+    plan = plan_of(OwnModel(), expert_parallel_degree=asked, **knobs)
+    assert plan.knobs.expert_parallel_degree == degree
+
+
+def test_a_model_without_experts_is_one_for_auto_and_refused_otherwise() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    assert plan_of(plain, expert_parallel_degree="auto").knobs.expert_parallel_degree == 1
+    with pytest.raises(ValueError, match=r"expert_parallel_degree='node': Sequential has no experts .*ExpertSite"):
+        plan_of(plain, expert_parallel_degree="node")
+
+
+def test_experts_across_nodes_are_said() -> None:
+    plan = plan_of(OwnModel(), per_node=2, expert_parallel_degree=4)
+    assert any("expert_parallel_degree=4 is more than the 2 ranks of a node" in line for line in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("model", "knobs", "message"),
+    [
+        (OwnModel, {"expert_parallel_degree": 3}, r"shard_degree=8 and the 4 experts of a layer; allowed: 1, 2, 4"),
+        (OwnModel, {"expert_parallel_degree": 8}, "allowed: 1, 2, 4"),
+        (OwnModel, {"expert_parallel_degree": 4, "shard_degree": 2}, "shard_degree=2.*allowed: 1, 2$"),
+        (OwnModel, {"expert_parallel_degree": "nodes"}, "an integer of at least 1, 'node', 'auto'"),
+        (Dbrx, {}, "DbrxExperts is not of one tensor.*write expert_parallel_degree=1"),
+        (Normed, {}, r"norm.weight \(16,\) of OwnExperts does not have one row for each"),
+        (Tied, {}, "shares parameters with another|shared with another"),
+        (OwnModel, {"units": {"optional": ["*.experts"]}}, "is in units.optional"),
+        (OwnModel, {"tensor_parallel_degree": 2, "shard_degree": 4}, "tensor_parallel_degree=2; write tensor_par"),
+        (Odd, {"expert_parallel_degree": 4}, "2 ranks of shard_degree hold the same experts and divide no dimension"),
+        (OwnModel, {"compile": True}, "leave compile out"),
+        (OwnModel, {"fp8": True}, "leave fp8 out"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(model(), **{"expert_parallel_degree": 2, **knobs})
+
+
+def test_experts_without_parameters_of_their_own_are_refused() -> None:
+    model = OwnModel()
+    nn.utils.parametrize.register_parametrization(model.blocks[0].experts, "matrices", nn.Identity())
+    assert isinstance(model.blocks[0].experts, OwnExperts)
+    with pytest.raises(ValueError, match="no parameters of its own"):
+        plan_of(model, expert_parallel_degree=2)
