@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from smp_core.optim import Muon, muon_groups
@@ -21,6 +22,7 @@ def fit(folder: Path, batch: int, micro_batches: int, knobs: dict[str, Any] | No
     return recorder.run
 
 
+@pytest.mark.slow
 def test_trains_like_the_stock_trainer_in_one_process(tmp_path: Path) -> None:
     expected, other = fit(tmp_path, 8, 1), fit(tmp_path, 4, 2)
     for seen in run_ranks(fit, 4, tmp_path, 8, 1, {"shard_degree": 2}, ranks_per_node=2):
