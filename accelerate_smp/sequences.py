@@ -49,6 +49,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     joins_uneven = False
     batch_weight = 1.0
     _present: SplitBatch | None = None
+    _number = 0  # that of the batch which is present
     _n_split = 0
     _split_as: Any = None
     """Tensors of the batches that a loader has yielded -> their batch's number; none is kept alive."""
@@ -115,9 +116,14 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                     yield batch
                 accelerator.batch_weight = before
                 return
+            around = accelerator._present, accelerator._number  # of a loop that this one is inside of
             for batch in kind.__iter__(loader):
-                yield accelerator._part_of(batch)
-            accelerator._present = None
+                part = accelerator._part_of(batch)
+                number = accelerator._number
+                yield part
+                if accelerator._number != number:  # two loaders take turns: neither is inside of the other
+                    around = None, 0
+            accelerator._present, accelerator._number = around
 
         # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
         through = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
@@ -159,11 +165,11 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:
             return batch
         self._present = self._split(batch)
-        self._n_split += 1
+        self._number = self._n_split = self._n_split + 1
         if self._split_as is None:
             self._split_as = WeakIdKeyDictionary()
         for _, tensor in iterate_tensors(self._present.batch, mapping=MutableMapping):
-            self._split_as[tensor] = self._n_split
+            self._split_as[tensor] = self._number
         return self._present.batch
 
     def _require_present(self, given: Any) -> None:
@@ -174,7 +180,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             ValueError: the batch is not the one that the loader yielded last.
         """
         numbers = [(self._split_as or {}).get(tensor) for _, tensor in iterate_tensors(given, mapping=MutableMapping)]
-        present = None if self._present is None else self._n_split
+        present = None if self._present is None else self._number
         if any(number not in (None, present) for number in numbers):
             raise ValueError(
                 f"context_parallel_degree={self.context_degree}: the model is called with a batch that its loader has "

@@ -77,16 +77,18 @@ def _group(
 
 def _tables(model: nn.Module) -> set[int]:
     """Return ids of the weights of embeddings, and of heads: what Transformers' model says, or whose outputs are as
-    many as an embedding has rows."""
+    many as the largest embedding has rows. (A layer may be as wide as a table of positions is long.)"""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    rows = {module.num_embeddings for module in embeddings}
-    heads = []
+    words = max((module.num_embeddings for module in embeddings), default=0)
+    heads: list[nn.Module] = []
     for module in model.modules():
         head_of: Any = getattr(module, "get_output_embeddings", None)
         said = head_of() if callable(head_of) else None
-        is_head = isinstance(module, nn.Linear) and module.out_features in rows
-        heads += [head for head in (said, module if is_head else None) if head is not None]
-    return {id(module.weight) for module in (*embeddings, *heads)}
+        heads += said.modules() if isinstance(said, nn.Module) else ()  # several of them, for codebooks
+        if isinstance(module, nn.Linear) and module.out_features == words:
+            heads.append(module)
+    weights = [getattr(module, "weight", None) for module in (*embeddings, *heads)]
+    return {id(weight) for weight in weights if weight is not None}
 
 
 def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:

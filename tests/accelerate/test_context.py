@@ -258,6 +258,14 @@ def test_a_bare_loop_equals_one_process(stream: bool, staged: bool) -> None:
             assert (seen["weights"][name] - value).abs().max() <= 1e-5, name
 
 
+def in_turn(loader: Any, shorter: Any) -> Iterator[Any]:
+    """The batches of a loader that goes on when another one, begun after it, has ended."""
+    others = iter(shorter)
+    for batch in loader:
+        next(others, None)
+        yield batch
+
+
 def losses_of_batches(how: str) -> list[float] | str:
     """The losses of three batches, read in different ways; or what is refused."""
     accelerator = fresh_accelerator(shard_degree=2, context_parallel_degree=2)
@@ -271,7 +279,15 @@ def losses_of_batches(how: str) -> list[float] | str:
             before = batch
         yield before
 
+    def around_evaluations() -> Iterator[Any]:
+        for batch in loader:
+            for other in evaluated:
+                model(**other)
+            yield batch
+
+    evaluated = accelerator.prepare(DataLoader(make_rows(2 * BATCH, 2), batch_size=BATCH))
     ways: dict[str, Any] = {"as it is": lambda: loader, "a list": lambda: list(loader), "ahead": read_ahead}
+    ways |= {"around evaluations": around_evaluations, "in turn": lambda: in_turn(loader, evaluated)}
     losses = []
     try:
         for batch in ways[how]():
@@ -284,7 +300,27 @@ def losses_of_batches(how: str) -> list[float] | str:
 
 def test_a_batch_that_its_loader_has_left_behind_is_refused() -> None:
     """Its rank's part of a sequence alone would be attended over, without a word."""
-    assert len(run_ranks(losses_of_batches, 2, "as it is")[0]) == 3
-    for how in ("a list", "ahead"):
+    for how in ("a list", "ahead", "in turn"):
         for said in run_ranks(losses_of_batches, 2, how):
             assert isinstance(said, str) and "no list(loader), and no reading ahead" in said
+
+
+def norm_of_a_step(evaluates: bool) -> float:
+    """The gradients' norm, where an evaluation comes between a step's forward and its backward or none does."""
+    accelerator = fresh_accelerator(shard_degree=2, context_parallel_degree=2, activations="full")
+    rows = (DataLoader(make_rows(BATCH, seed), batch_size=BATCH) for seed in (1, 2))
+    model, loader, evaluated = accelerator.prepare(make_model().double(), *rows)
+    for batch in loader:
+        loss = model(**batch).loss
+        for other in evaluated if evaluates else ():
+            with torch.no_grad():
+                model(**other)
+        accelerator.backward(loss)
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_an_evaluation_inside_of_a_step_leaves_its_batch_as_it_was() -> None:
+    plain, *_ = run_ranks(losses_of_batches, 2, "as it is")
+    assert len(plain) == 3
+    assert run_ranks(losses_of_batches, 2, "around evaluations") == [plain] * 2
+    assert run_ranks(norm_of_a_step, 2, True) == run_ranks(norm_of_a_step, 2, False)

@@ -62,6 +62,24 @@ def test_of_transformers_models() -> None:
     assert stacks and all(named_groups(experts)[name] == ("muon", None) for name in stacks)
 
 
+def test_a_layer_as_wide_as_positions_are_many_is_no_head() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    bert = transformers.BertForMaskedLM(
+        transformers.BertConfig(**sizes, intermediate_size=24, max_position_embeddings=16)
+    )
+    rest = {name for name in by_adamw(bert) if not name.endswith(("bias", "LayerNorm.weight"))}
+    assert rest == {f"bert.embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")}
+
+
+def test_heads_of_several_codebooks_are_all_heads() -> None:
+    config = transformers.MusicgenDecoderConfig(
+        vocab_size=32, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, num_codebooks=2
+    )
+    rest = by_adamw(transformers.MusicgenForCausalLM(config))
+    assert {"lm_heads.0.weight", "lm_heads.1.weight"} <= rest
+    assert not any(".fc1.weight" in name or ".q_proj.weight" in name for name in rest)
+
+
 def test_options_that_fit_nothing_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"muon_groups: '\*\.qkv' names no trainable parameter"):
         muon_groups(Own(), split={"*.qkv": 3})
