@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from corpus import build_corpus
+from memory_flags import add_memory_flags, memory_knobs
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,6 +88,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=None, help="text file or folder; default: Python's own sources")
     parser.add_argument("--cache-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None, help="write what was seen as JSON")
+    add_memory_flags(parser)
     return parser.parse_args()
 
 
@@ -98,7 +100,7 @@ def train(flags: argparse.Namespace) -> None:
     records = TensorDataset(torch.from_numpy(used).view(-1, flags.length))
     module = Mixture(corpus.vocab_size, flags.lr)
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=RANKS, expert_parallel_degree=degree),
+        strategy=SmpShardedStrategy(shard_degree=RANKS, expert_parallel_degree=degree, **memory_knobs(flags)),
         devices=RANKS,
         accelerator="auto",
         max_steps=flags.steps,
