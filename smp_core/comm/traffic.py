@@ -111,9 +111,12 @@ class Traffic:
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"
         hops = [self._of_units.hop, *([self.of_replicated.hop] if any(plan.replicated_parameters) else [])]
+        # Of frozen parameters too, which may be trained later.
+        summed = sorted({plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}, key=str)
         for hop in dict.fromkeys(hops):
             if hop.stages is not None or hop.codec is not None or over_world:
-                hop.connect(plan.dtypes.reduced or torch.float32)
+                for dtype in summed:
+                    hop.connect(dtype)
 
     def route_of(self, unit: Unit) -> Route:
         """Return the route of a unit's sums: over the replication group, since FSDP2 has added up inside the partition

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from smp_core.watch.signs import Board
+from smp_core.watch.whereabouts import here
 
 _END = "the end of its process"
 # Signs of life of a rank's own without one of the next rank's: far more than a busy machine makes of it.
@@ -64,8 +65,9 @@ class Meetings:
         self.add_group(group)
         self._held[group] += 1
         try:
-            said = "" if self.rank_0_ended else self._arrive(group, place)
-            said = said or self._wait(group, place, self.limit if limit is None else limit)
+            with here.waiting(place):  # by the stack it would be elsewhere whenever it asks the board
+                said = "" if self.rank_0_ended else self._arrive(group, place)
+                said = said or self._wait(group, place, self.limit if limit is None else limit)
         except ConnectionError:
             return  # the board went away with rank 0; the collective that comes next says so
         if said != "all":

@@ -38,7 +38,7 @@ _ACTIVITIES = {
 }
 _COMMUNICATION = (
     *(os.path.join("torch", "distributed", name) for name in ("distributed_c10d", "_functional_collectives")),
-    *(os.path.join("smp_core", *place) for place in (("comm", ""), ("codecs", ""), ("watch", "meeting"))),
+    *(os.path.join("smp_core", place, "") for place in ("comm", "codecs")),
 )
 _MARK = "waiting"
 # Looks, one in each interval, without a new sign of life after which a rank is said to give none, and after which

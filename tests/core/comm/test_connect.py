@@ -8,12 +8,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smp_core.codecs.codec import codec
-from smp_core.comm import replica_hop
+from smp_core.comm import exchange, replica_hop
 from smp_core.comm.background import Background
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from smp_core.topology import Topology
 from smp_core.watch.rank_watch import looks_like_a_lost_peer
 from tests.harness import run_ranks
@@ -57,6 +60,31 @@ def test_what_connects_ranks_is_what_sums_send(payload: str | None) -> None:
         assert connected == run_ranks(sent, 2, payload, True)[0] == {"sum_rows", "gather_rows"}
     else:  # what is encoded goes through messages of comm/encoded_sum.py
         assert "all_to_all" in connected
+
+
+def dtypes_sent(knobs: dict[str, Any]) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """The dtypes of sums at the connection of a bfloat16 model, and in its first step."""
+    found: set[torch.dtype] = set()
+
+    def sum_rows(out_N: torch.Tensor, *args: Any) -> None:
+        found.add(out_N.dtype)
+        exchange.sum_rows(out_N, *args)
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
+    with mock.patch.object(replica_hop, "sum_rows", sum_rows):
+        parallel = parallelize(layers, SmpConfig(shard_degree=1, optimizer_shard="world", **knobs))
+        connected = {*found}
+        found.clear()
+        parallel.prepare_optimizer(torch.optim.SGD(parallel.module.parameters(), lr=0.1))
+        parallel.module(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+    return connected, {*found}
+
+
+@pytest.mark.parametrize(("knobs", "dtype"), [({"reduce_dtype": None}, torch.bfloat16), ({}, torch.float32)])
+def test_ranks_are_connected_by_sums_of_the_dtypes_that_follow(knobs: dict[str, Any], dtype: torch.dtype) -> None:
+    """On NCCL half precision goes by all-to-all: a first one in backward would hold hosts that wait for each other."""
+    assert run_ranks(dtypes_sent, 2, knobs) == [({dtype}, {dtype})] * 2
 
 
 @pytest.mark.parametrize(

@@ -282,3 +282,33 @@ def test_work_before_a_wait_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     stack.append(traceback.FrameSummary(dist.distributed_c10d.__file__, 7, "barrier"))
     seconds = [(at["waits"], at["for"]) for at in (whereabouts.look(), whereabouts.look()) if at is not None]
     assert seconds == [(True, 0.0), (True, 2.0)]
+
+
+def seen_while_it_meets() -> list[tuple[bool, str]]:
+    """What rank 0 shows of itself each time it asks the board, while rank 1 stays away."""
+    watch = RankWatch.start(interval=0.05)
+    assert watch is not None
+    shown: list[tuple[bool, str]] = []
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        ask = signs.Board.get
+
+        def get(board: signs.Board, key: str) -> Any:
+            at = here.look() or here.look()
+            assert at is not None
+            shown.append((at["waits"], at["place"]))
+            return ask(board, key)
+
+        with mock.patch.object(signs.Board, "get", get):
+            watch.meetings.meet("trainer.save_model(...)")
+        return shown
+    finally:
+        dist.barrier()
+        watch.stop()
+
+
+def test_a_rank_that_asks_whether_the_others_have_come_waits_for_them() -> None:
+    """It asks the board again and again: each time it would be elsewhere, and its wait begin anew."""
+    shown, _ = run_ranks(seen_while_it_meets, 2)
+    assert len(shown) > 1 and set(shown) == {(True, "trainer.save_model(...)")}
