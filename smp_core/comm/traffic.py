@@ -111,8 +111,9 @@ class Traffic:
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"
         hops = [self._of_units.hop, *([self.of_replicated.hop] if any(plan.replicated_parameters) else [])]
-        # Of frozen parameters too, which may be trained later.
-        summed = sorted({plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}, key=str)
+        # Of frozen parameters too, which may be trained later; but nobody adds up integers, or numbers of eight bits.
+        reduced = {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}
+        summed = sorted((each for each in reduced if each.is_floating_point and each.itemsize > 1), key=str)
         for hop in dict.fromkeys(hops):
             if hop.stages is not None or hop.codec is not None or over_world:
                 for dtype in summed:
