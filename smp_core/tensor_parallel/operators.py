@@ -231,6 +231,23 @@ def let_anomalies_be_found() -> None:
 
 
 @dataclass(frozen=True)
+class _Journey:
+    """What one rank's all-to-all of rows needs, ready on the device.
+
+    Attributes:
+        n_sent: how many rows go to each rank.
+        places: which stored rows these are, int64, rank after rank.
+        n_received: how many rows come from each rank.
+        order: where these stand among the rows in use, int64, in the order of their arrival.
+    """
+
+    n_sent: list[int]
+    places: torch.Tensor
+    n_received: list[int]
+    order: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RowsInUse:
     """The rows of a weight that the ranks compute with, where those are not the rows that they store.
 
@@ -244,6 +261,24 @@ class RowsInUse:
 
     by_rank: tuple[tuple[int, ...], ...]
     rows: int
+    _journeys: dict[tuple[int, int, torch.device], _Journey] = field(default_factory=dict, compare=False, repr=False)
+
+    def journey(self, rank: int, degree: int, weight: torch.Tensor) -> _Journey:
+        """Return how ``rank``'s rows travel, with indices on the device of ``weight``. They are made once: an index
+        that is made from a list on a GPU makes the host wait for all that was launched before it."""
+        key = (rank, degree, weight.device)
+        # A tensor that is only traced (fake) takes part in its own trace alone, and is not kept.
+        real = type(weight) in (torch.Tensor, torch.nn.Parameter)
+        if real and key in self._journeys:
+            return self._journeys[key]
+        n_sent, places = self.sent(rank, degree)
+        n_received, order = self.received(rank, degree)
+        places_there = torch.tensor(places, dtype=torch.long).to(weight.device)
+        order_there = torch.tensor(order, dtype=torch.long).to(weight.device)
+        journey = _Journey(n_sent, places_there, n_received, order_there)
+        if real:
+            self._journeys[key] = journey
+        return journey
 
     def received(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
         """Return how many rows ``rank`` receives from each rank, and where they stand, in the order of their arrival,
@@ -273,28 +308,24 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse) -> torch.Tensor:
         ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
-        n_sent, places = rows.sent(axis.rank, axis.degree)
-        n_received, order = rows.received(axis.rank, axis.degree)
-        sent = stored[torch.tensor(places, device=stored.device, dtype=torch.long)]
-        arrived = _all_to_all(sent, n_sent, n_received, axis)
+        journey = rows.journey(axis.rank, axis.degree, stored)
+        arrived = _all_to_all(stored[journey.places], journey.n_sent, journey.n_received, axis)
         used = torch.empty_like(arrived)
-        used[torch.tensor(order, device=stored.device, dtype=torch.long)] = arrived
+        used[journey.order] = arrived
         return used
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        axis, rows = ctx.axis, ctx.rows
-        n_sent, places = rows.sent(axis.rank, axis.degree)
-        n_received, order = rows.received(axis.rank, axis.degree)
-        back = grad[torch.tensor(order, device=grad.device, dtype=torch.long)]
-        arrived = _all_to_all(back, n_received, n_sent, axis)
+        axis = ctx.axis
+        journey = ctx.rows.journey(axis.rank, axis.degree, grad)
+        arrived = _all_to_all(grad[journey.order], journey.n_received, journey.n_sent, axis)
         total = grad.new_zeros((ctx.n_stored, *grad.shape[1:]))
         # Ranks arrive in order, one after the other, so that sums are the same in every run.
         start = 0
-        for count in n_sent:
-            own = torch.tensor(places[start : start + count], device=grad.device, dtype=torch.long)
+        for count in journey.n_sent:
+            own = journey.places[start : start + count]
             total[own] += arrived[start : start + count]
             start += count
         return total, None, None
