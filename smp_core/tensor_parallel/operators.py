@@ -230,7 +230,7 @@ def let_anomalies_be_found() -> None:
         return [([Replicate()], [Replicate()])]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Journey:
     """What one rank's all-to-all of rows needs, ready on the device.
 
