@@ -231,14 +231,15 @@ def let_anomalies_be_found() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Journey:
-    """What one rank's all-to-all of rows needs, ready on the device.
+class _RowExchange:
+    """Counts and indices of one rank's all-to-all of rows.
 
     Attributes:
         n_sent: how many rows go to each rank.
-        places: which stored rows these are, int64, rank after rank.
+        places: which stored rows these are, int64 on the weight's device, rank after rank.
         n_received: how many rows come from each rank.
-        order: where these stand among the rows in use, int64, in the order of their arrival.
+        order: where these stand among the rows in use, int64 on the weight's device, in the
+            order of their arrival.
     """
 
     n_sent: list[int]
@@ -261,24 +262,27 @@ class RowsInUse:
 
     by_rank: tuple[tuple[int, ...], ...]
     rows: int
-    _journeys: dict[tuple[int, int, torch.device], _Journey] = field(default_factory=dict, compare=False, repr=False)
+    _exchanges: dict[tuple[int, int, torch.device], _RowExchange] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
-    def journey(self, rank: int, degree: int, weight: torch.Tensor) -> _Journey:
+    def exchange(self, rank: int, degree: int, weight: torch.Tensor) -> _RowExchange:
         """Return how ``rank``'s rows travel, with indices on the device of ``weight``. They are made once: an index
         that is made from a list on a GPU makes the host wait for all that was launched before it."""
         key = (rank, degree, weight.device)
         # A tensor that is only traced (fake) takes part in its own trace alone, and is not kept.
         real = type(weight) in (torch.Tensor, torch.nn.Parameter)
-        if real and key in self._journeys:
-            return self._journeys[key]
+        if real and key in self._exchanges:
+            return self._exchanges[key]
         n_sent, places = self.sent(rank, degree)
         n_received, order = self.received(rank, degree)
+        # The host waits for these copies, once: later calls may come on another stream, which would not wait for them.
         places_there = torch.tensor(places, dtype=torch.long).to(weight.device)
         order_there = torch.tensor(order, dtype=torch.long).to(weight.device)
-        journey = _Journey(n_sent, places_there, n_received, order_there)
+        exchange = _RowExchange(n_sent, places_there, n_received, order_there)
         if real:
-            self._journeys[key] = journey
-        return journey
+            self._exchanges[key] = exchange
+        return exchange
 
     def received(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
         """Return how many rows ``rank`` receives from each rank, and where they stand, in the order of their arrival,
@@ -308,10 +312,10 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse) -> torch.Tensor:
         ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
-        journey = rows.journey(axis.rank, axis.degree, stored)
-        arrived = _all_to_all(stored[journey.places], journey.n_sent, journey.n_received, axis)
+        exchange = rows.exchange(axis.rank, axis.degree, stored)
+        arrived = _all_to_all(stored[exchange.places], exchange.n_sent, exchange.n_received, axis)
         used = torch.empty_like(arrived)
-        used[journey.order] = arrived
+        used[exchange.order] = arrived
         return used
 
     @staticmethod
@@ -319,13 +323,13 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
         axis = ctx.axis
-        journey = ctx.rows.journey(axis.rank, axis.degree, grad)
-        arrived = _all_to_all(grad[journey.order], journey.n_received, journey.n_sent, axis)
+        exchange = ctx.rows.exchange(axis.rank, axis.degree, grad)
+        arrived = _all_to_all(grad[exchange.order], exchange.n_received, exchange.n_sent, axis)
         total = grad.new_zeros((ctx.n_stored, *grad.shape[1:]))
         # Ranks arrive in order, one after the other, so that sums are the same in every run.
         start = 0
-        for count in journey.n_sent:
-            own = journey.places[start : start + count]
+        for count in exchange.n_sent:
+            own = exchange.places[start : start + count]
             total[own] += arrived[start : start + count]
             start += count
         return total, None, None

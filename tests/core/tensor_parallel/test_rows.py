@@ -14,10 +14,10 @@ ROWS = ((0, 1, 4, 5), (2, 3, 6, 7))
 def test_indices_of_rows_are_made_once_and_never_from_a_trace() -> None:
     rows = RowsInUse(ROWS, 8)
     with FakeTensorMode():
-        traced = rows.journey(0, 2, torch.empty(4, 3))
-    first = rows.journey(0, 2, torch.empty(4, 3))
-    again = rows.journey(0, 2, torch.empty(4, 3))
-    other = rows.journey(1, 2, torch.empty(4, 3))
+        traced = rows.exchange(0, 2, torch.empty(4, 3))
+    first = rows.exchange(0, 2, torch.empty(4, 3))
+    again = rows.exchange(0, 2, torch.empty(4, 3))
+    other = rows.exchange(1, 2, torch.empty(4, 3))
 
     assert type(traced.places) is not torch.Tensor
     assert first is again
