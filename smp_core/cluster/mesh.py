@@ -42,6 +42,21 @@ _GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME
 
 
 @dataclass(frozen=True)
+class Column:
+    """The ranks that hold the pipeline stages of one model. All three groups have the same ranks.
+
+    Attributes:
+        forward: carries activations, from each stage to the next.
+        backward: carries their gradients, so that a receive of the one does not wait behind the other.
+        host: carries numbers and words from host to host; no device waits for them.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    host: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class ExpertRanks:
     """The partition group as ranks that divide experts, and ranks that hold parts of the same ones.
 
@@ -72,7 +87,8 @@ class SmpMesh:
     device_mesh: DeviceMesh
     _groups: _Groups
     _by_axes: Mapping[Axes, dist.ProcessGroup]
-    _stages: Mapping[Axes, Stages | None]
+    _column: Column | None
+    _stages: dict[Axes, Stages | None] = field(default_factory=dict)
     _expert_ranks: dict[tuple[int, bool], ExpertRanks] = field(default_factory=dict)
 
     @classmethod
@@ -82,14 +98,12 @@ class SmpMesh:
         topology: Topology,
         device: torch.device | str,
         *,
-        in_stages: bool = True,
         secondary: int | None = None,
     ) -> SmpMesh:
         """Make the groups of a layout. Collective over the world.
 
         Args:
             device: this rank's device.
-            in_stages: make groups for collectives in two stages too, where there are two.
             secondary: ranks that hold a copy between forward and backward; None: no such copy.
 
         Raises:
@@ -110,7 +124,6 @@ class SmpMesh:
         for known in (*map(device_mesh.get_group, names), _world_group()):
             groups.know(known)
         by_axes: dict[Axes, dist.ProcessGroup] = {}
-        in_two: dict[Axes, Stages | None] = {}
         for axes in _GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
                 continue  # nobody asks for it
@@ -118,8 +131,11 @@ class SmpMesh:
             # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
             alone = axes == (Axis.REPLICATE,) and layout.size(*GRADIENTS) == layout.replicate > 1
             by_axes[axes] = groups.make(members) if alone else groups.own(members)
-            in_two[axes] = groups.own_stages(members, topology) if in_stages and axes != DATA else None
-        mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, in_two)
+        column = None
+        if layout.pipeline > 1:
+            members = layout.groups(Axis.PIPELINE)
+            column = Column(by_axes[Axis.PIPELINE,], groups.make(members), groups.of_hosts(members))
+        mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, column)
         groups.connect()
         if secondary is not None:
             mesh.secondary(secondary)
@@ -174,8 +190,19 @@ class SmpMesh:
 
     def stages(self, *axes: Axis) -> Stages | None:
         """Return the same group's ranks on this node, and its ranks with this place on their nodes; None where its
-        collectives have one stage, because it lies on one node or has one rank on each."""
+        collectives have one stage, because it lies on one node or has one rank on each. Collective over the world at
+        its first use."""
+        if axes not in self._stages:
+            both = stages(self.layout.groups(*axes), self.topology)
+            self._stages[axes] = None if both is None else (self._groups.own(both[0]), self._groups.own(both[1]))
+            self._groups.connect()
         return self._stages[axes]
+
+    @property
+    def column(self) -> Column:
+        """The pipeline stages' ranks; there only where there are several."""
+        assert self._column is not None, "a run without pipeline stages"
+        return self._column
 
     @property
     def shard_degree(self) -> int:
@@ -347,7 +374,9 @@ class _Groups:
         self._unused.append(own)
         return own
 
-    def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
-        """Return this rank's groups of the two stages of its group (:func:`smp_core.cluster.layout.stages`)."""
-        both = stages(groups, topology)
-        return None if both is None else (self.own(both[0]), self.own(both[1]))
+    def of_hosts(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
+        """Return the same between hosts, which have one of their own where devices run behind them."""
+        if not streams.run_behind(self._device):
+            return self.own(groups)
+        mine = next(ranks for ranks in groups if self._rank in ranks)
+        return dist.new_group(list(mine), timeout=self._limit, backend="gloo", use_local_synchronization=True)

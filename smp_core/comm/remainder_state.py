@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.checkpoint import load_checkpoint, open_checkpoint, read_index, read_rest
-from smp_core.cluster import Axis
 from smp_core.comm.traffic import Traffic
 
 logger = logging.getLogger("smp")
@@ -79,7 +78,7 @@ def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict
     """Join this rank's remainders; the tables are those of all stages. Collective over the stages."""
     tables: list[Any] = [None] * traffic.mesh.pipeline_degree
     own = [(name, tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for name, tensor in remainders.items()]
-    dist.all_gather_object(tables, own, group=traffic.mesh.group(Axis.PIPELINE))
+    dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
     longest = max(sum(size for _, size, _ in table) for table in tables)
     if longest == 0:
         return {}, tables

@@ -106,7 +106,8 @@ class Traffic:
         self._of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
-            gradient_stages = mesh.stages(*GRADIENTS) if knobs.collectives.hierarchical else None
+            in_two = knobs.collectives.hierarchical and any(plan.replicated_parameters)
+            gradient_stages = mesh.stages(*GRADIENTS) if in_two else None
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"

@@ -80,7 +80,6 @@ def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.
         layout,
         topology,
         device,
-        in_stages=knobs.asked("collectives.hierarchical") is not False,
         secondary=keep if type(keep) is int else None,
     )
 

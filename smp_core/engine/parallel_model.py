@@ -193,7 +193,7 @@ class ParallelModel:
         named = named_optimizer_state(self.module, optimizer)
         if self.pipeline is None:
             return named
-        return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.pipeline.group)
+        return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.mesh.column.host)
 
     @torch.no_grad()
     def model_state(self) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class JobFigures:
             figures[f"bubble_share_stage_{stage}"] = share
         # Objects: stages may have computed unlike numbers of chunks.
         self._timeline = [[] for _ in shares]
-        dist.all_gather_object(self._timeline, times.last, group=self._pipeline.group)
+        dist.all_gather_object(self._timeline, times.last, group=mesh.column.host)
         return figures
 
     def end(self) -> None:

@@ -69,12 +69,12 @@ class SameBatches:
     """Compares what the stages of one column begin."""
 
     def __init__(self, mesh: SmpMesh) -> None:
-        self._group, self._device = mesh.group(Axis.PIPELINE), mesh.device
+        self._group = mesh.column.host
         self._ranks = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._known: set[Hashable] = set()
 
     def begin(self, call: str, batch: Any, number: int = 0) -> tuple[BatchKind, int]:
-        """Meet the other stages where a batch begins. Collective over them.
+        """Meet the other stages where a batch begins. Collective over them, between hosts.
 
         Args:
             call: which kind of call begins, in words.
@@ -90,7 +90,7 @@ class SameBatches:
         tensors = list(iterate_tensors(batch, mapping=MutableMapping))
         kind = tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors)
         code = xxhash.xxh3_64_intdigest(repr((call, kind)).encode()) >> 1  # of int64
-        own = torch.tensor([number, code], device=self._device)
+        own = torch.tensor([number, code])
         told = own.new_empty(2 * len(self._ranks))
         with here.waiting("the other pipeline stages to begin a batch"):
             all_gather_single(told, own, group=self._group)

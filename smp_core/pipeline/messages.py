@@ -4,7 +4,8 @@ What arrives is told beforehand only once: with the first micro-batch of shapes 
 each stage sends the next one shape and dtype of its activation ahead. So nothing of the user's code runs an extra time
 to find them out, and batches of another shape need no preparation. Sends are not waited for, receives when their
 content is needed. All stages send and receive in one order of the whole pipeline, so that nobody waits in a circle,
-also where a backend takes messages of a pair one after the other.
+also where a backend takes messages of a group one after the other. Activations and gradients have a group each: a
+receive may be begun a computation before it is needed, and what goes the other way passes it.
 
 In the first call of a kind (training, with tensors of these names), a stage whose forward fails says so in the place of
 a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has.
@@ -93,7 +94,7 @@ class Messages:
     """
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter, goes_around: bool) -> None:
-        self._group, self._device, self._meter = mesh.group(Axis.PIPELINE), mesh.device, meter
+        self._groups, self._device, self._meter = mesh.column, mesh.device, meter
         self._column = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
         self._incoming: dict[tuple[Hashable, int], Format] = {}
@@ -109,7 +110,7 @@ class Messages:
         self._connect(goes_around)
 
     def _connect(self, goes_around: bool) -> None:
-        """Send one number each way between stages that will send to each other, pair after pair.
+        """Send one number the way that each message will go, pair after pair of stages.
 
         NCCL connects two ranks, each way apart, in the first message that goes it, and holds both hosts until the other
         one has begun it. In a schedule a stage may begin something else first, which waits for the stage held here.
@@ -120,12 +121,12 @@ class Messages:
         if goes_around and last > 1:
             pairs.append((last, 0))
         for pair in pairs:
-            for sender, receiver in (pair, pair[::-1]):
+            for (sender, receiver), group in ((pair, self._groups.forward), (pair[::-1], self._groups.backward)):
                 work: dist.Work | None = None
                 if own == sender:
-                    work = dist.isend(number, self._column[receiver], self._group)
+                    work = dist.isend(number, self._column[receiver], group)
                 elif own == receiver:
-                    work = dist.irecv(number, self._column[sender], self._group)
+                    work = dist.irecv(number, self._column[sender], group)
                 if work is not None:
                     work.wait()
 
@@ -153,7 +154,7 @@ class Messages:
         told: list[tuple[bool, str] | None] = [None] * len(self._column)
         own = None if problem is None else (isinstance(problem, ValueError), in_words(problem))
         with here.waiting("the first forward of all pipeline stages"):
-            dist.all_gather_object(told, own, group=self._group)
+            dist.all_gather_object(told, own, group=self._groups.host)
         if not any(told):
             self._agreed.add((self._call, chunk // len(self._column)))
             return
@@ -181,7 +182,7 @@ class Messages:
         """Say that there will be no activation of this kind."""
         header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
         header[0] = _FAILED
-        self._send(header, stage)
+        self._send(header, stage, self._groups.forward)
 
     def send_activation(self, chunk: int, activation: torch.Tensor, stage: int) -> None:
         """Send what a chunk gave; the first of its kind after its format.
@@ -192,62 +193,63 @@ class Messages:
         format_, known = Format.of(activation), self._outgoing.get((self._key, chunk))
         if known is None:
             self._outgoing[self._key, chunk] = format_
-            self._send(format_.encoded(self._device), stage)
+            self._send(format_.encoded(self._device), stage, self._groups.forward)
         elif known != format_:
             raise ValueError(
                 f"micro-batches of equal shapes gave activations of different ones between pipeline stages: {known}, "
                 f"then {format_}; a training_step that cuts its batch by what is in it is not built yet"
             )
-        self._send(activation.detach().contiguous(), stage)
+        self._send(activation.detach().contiguous(), stage, self._groups.forward)
 
     def receive_activation(self, chunk: int, stage: int) -> Pending | None:
         """Await what a chunk of another stage gave; None: its forward has failed."""
         if (self._key, chunk) not in self._incoming:
             header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
-            self._receive(header, stage).wait()
+            self._receive(header, stage, self._groups.forward).wait()
             format_ = Format.decoded(header)
             if format_ is None:
                 return None
             self._incoming[self._key, chunk] = format_
         expected = self._incoming[self._key, chunk]
         arriving = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
-        pending = self._receive(arriving, stage)
+        pending = self._receive(arriving, stage, self._groups.forward)
         arriving.requires_grad_(expected.requires_grad)
         return pending
 
     def send_gradient(self, gradient: torch.Tensor | None, stage: int) -> None:
         """Send the gradient of an activation; None: it wants none, and nobody waits for it."""
         if gradient is not None:
-            self._send(gradient.contiguous(), stage)
+            self._send(gradient.contiguous(), stage, self._groups.backward)
 
     def receive_gradient(self, of: torch.Tensor, stage: int) -> Pending:
         """Await the gradient of an activation that was sent, if it wants one."""
         if not of.requires_grad:
             return Pending(None, [], nullcontext)
-        return self._receive(torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False), stage)
+        arriving = torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False)
+        return self._receive(arriving, stage, self._groups.backward)
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
         while self._sent:
             self._wait_for_oldest()
 
-    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+    def _send(self, tensor: torch.Tensor, stage: int, group: dist.ProcessGroup) -> None:
         # What is sent is kept until it has left; of what waits longer than a round of all stages, the oldest first.
         while len(self._sent) > 2 * len(self._column):
             self._wait_for_oldest()
         told = [(self._column[stage], tensor.numel() * tensor.element_size())]
         with self._meter.point_to_point("pipeline", told, self._link):
-            self._sent.append((dist.isend(tensor, self._column[stage], self._group, self._tag), tensor))
+            self._sent.append((dist.isend(tensor, self._column[stage], group, self._tag), tensor))
 
     def _wait_for_oldest(self) -> None:
         with here.waiting("another pipeline stage to take a message"):
             self._sent.popleft()[0].wait()
 
-    def _receive(self, tensor: torch.Tensor, stage: int) -> Pending:
+    def _receive(self, tensor: torch.Tensor, stage: int, group: dist.ProcessGroup) -> Pending:
         def waiting() -> AbstractContextManager[None]:
             return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
 
-        pending = Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group, self._tag)], waiting)
+        pending = Pending(tensor, [dist.irecv(tensor, self._column[stage], group, self._tag)], waiting)
         if self._is_first_call:
             self._posted.append(pending)
         return pending

@@ -224,7 +224,7 @@ class Pipeline:
 
         def send() -> None:
             with here.waiting("what the last pipeline stage returned"):
-                dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
+                dist.broadcast_object_list(carried, group=self._mesh.column.host, group_src=self.stages.count - 1)
 
         if self._mesh.stage < self.stages.count - 1:
             send()

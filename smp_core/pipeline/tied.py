@@ -79,9 +79,10 @@ class TiedGradients:
         dist.all_reduce(sent, group=self._group)
         if is_master:  # the other stage's parts of these elements may have come to other replicas
             dist.all_reduce(sent, group=self._replicas)
-        if not is_received(sent[-1]):
-            return
         if stepped.grad is None:
+            # Only where this rank has none it asks, for which it waits for the device.
+            if not is_received(sent[-1]):
+                return
             stepped.grad = torch.zeros_like(stepped, dtype=dtype)
         local = _local(stepped.grad)
         local.copy_(sent[:-1][own].view_as(local))

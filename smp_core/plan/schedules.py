@@ -89,7 +89,8 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
     """Complete the computations of all stages by their messages.
 
     The stages are played together. A message enters both lists when its content is there, so that all lists keep to one
-    order of the whole pipeline: no two stages wait for each other, also where each has to wait for its sends.
+    order of the whole pipeline: no two stages wait for each other, also where each has to wait for its sends. Then
+    receives are begun a computation earlier where that goes the other way (:func:`_begun_ahead`).
     """
     stages = len(orders)
     lists: list[list[Step]] = [[] for _ in orders]
@@ -111,7 +112,42 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
                 peer = further % stages
                 lists[stage].append(Step("send", step.is_forward, step.chunk, step.micro_batch, peer))
                 lists[peer].append(Step("receive", step.is_forward, step.chunk, step.micro_batch, stage))
-    return lists
+    return [_begun_ahead(steps) for steps in lists]
+
+
+def _begun_ahead(steps: list[Step]) -> list[Step]:
+    """Return a stage's list with receives before the computation that they would follow, so that it hides them: a
+    device begins a receive behind what it was given before.
+
+    Only before a computation that goes the other way. What is sent behind that one uses the other way's group, so
+    activations among themselves, and gradients among themselves, stay in the order in which nobody waits in a circle.
+    """
+    order: list[Step] = []
+    computed = 0  # the place of the last computation
+    held = {True: False, False: False}  # by its way, whether a message follows it
+    for step in steps:
+        if step.act == "compute":
+            computed, held = len(order), {True: False, False: False}
+            order.append(step)
+            continue
+        if step.act == "receive" and not held[step.is_forward] and computed < len(order):
+            if _may_pass(step, order[computed]):
+                order.insert(computed, step)
+                computed += 1
+                continue
+        held[step.is_forward] = True
+        order.append(step)
+    return order
+
+
+def _may_pass(message: Step, computation: Step) -> bool:
+    """Return whether a receive may be begun before a computation."""
+    if message.is_forward == computation.is_forward:
+        return False
+    if message.is_forward:
+        return message.micro_batch > 0  # the first may bring its form with it, for which the host waits
+    is_gradient_of_it = (message.chunk - 1, message.micro_batch) == (computation.chunk, computation.micro_batch)
+    return not is_gradient_of_it  # which has the form of what is received
 
 
 def _is_ready(step: Step, there: set[tuple[bool, int, int]], chunks: int) -> bool:

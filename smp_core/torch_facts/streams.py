@@ -36,5 +36,9 @@ def used_here(tensor: torch.Tensor) -> None:
 
 def on_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the host's numbers on ``device``, without waiting for it, as ``torch.tensor(..., device=device)`` does."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if run_behind(device) else made
+    return moved_to(device, torch.tensor(values, dtype=dtype))
+
+
+def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host on ``device``, without waiting for it, as ``tensor.to(device)`` does."""
+    return tensor.pin_memory().to(device, non_blocking=True) if run_behind(device) else tensor

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint import map_tensors
-from smp_core.cluster import Axis, SmpMesh
+from smp_core.cluster import SmpMesh
 
 logger = logging.getLogger("smp")
 
@@ -144,7 +144,7 @@ def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
     if mesh.pipeline_degree == 1:
         return
     carried = [map_tensors(dict(metric.metric_state), torch.Tensor.cpu)]
-    dist.broadcast_object_list(carried, group=mesh.group(Axis.PIPELINE), group_src=mesh.pipeline_degree - 1)
+    dist.broadcast_object_list(carried, group=mesh.column.host, group_src=mesh.pipeline_degree - 1)
     for name, value in map_tensors(carried[0], lambda tensor: tensor.to(metric.device)).items():
         setattr(metric, name, value)
 

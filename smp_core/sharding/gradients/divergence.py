@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import IssuedCollectives, first_to_differ
+from smp_core.torch_facts import streams
 from smp_core.watch import ranks_in_words
 
 _GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
@@ -83,8 +84,13 @@ def stop_device_where_differing(differs: torch.Tensor) -> None:
 
 
 def on_any_stage(flags: Sequence[torch.Tensor | bool], mesh: SmpMesh) -> torch.Tensor:
-    """Return which of the flags hold on any pipeline stage, int32. Collective over the stages."""
-    on_device = [torch.as_tensor(flag, dtype=torch.int32, device=mesh.device) for flag in flags]
+    """Return which of the flags hold on any pipeline stage, int32. Collective over the stages.
+
+    Args:
+        flags: each on the host or on the mesh's device, for which the host does not wait.
+    """
+    numbers = [torch.as_tensor(flag, dtype=torch.int32) for flag in flags]
+    on_device = [streams.moved_to(mesh.device, each) if each.device.type == "cpu" else each for each in numbers]
     told = torch.stack(on_device)
     if mesh.pipeline_degree > 1:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group(Axis.PIPELINE))
@@ -123,7 +129,7 @@ def difference_in_words(
     if mesh.pipeline_degree == 1:
         return found
     of_stages = [found] * mesh.pipeline_degree
-    dist.all_gather_object(of_stages, found, group=mesh.group(Axis.PIPELINE))
+    dist.all_gather_object(of_stages, found, group=mesh.column.host)
     return " ".join(dict.fromkeys(filter(None, of_stages)))
 
 

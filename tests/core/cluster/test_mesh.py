@@ -44,7 +44,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 def look(knobs: dict[str, Any]) -> Seen:
     mesh, config = build_mesh(SmpConfig(**knobs), Topology.discover(), "cpu")
     sums = {}
-    intra, inter = mesh.stages(*PARTITION) or (None, None)
+    effective = config.effective()
+    in_two = mesh.stages(*PARTITION) if effective["collectives.hierarchical"] else None
+    intra, inter = in_two or (None, None)
     stages = (ranks_of(intra), ranks_of(inter))
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "intra": intra, "inter": inter}
     shared = mesh.group(Axis.CONTEXT) if mesh.context_degree > 1 else None
@@ -66,7 +68,7 @@ def look(knobs: dict[str, Any]) -> Seen:
         context=ranks_of(shared),
         ranks={name: getattr(mesh, name) for name in (*places, *degrees)},
         sums=sums,
-        effective={**config.effective(), "in effect": mesh.stages(*PARTITION) is not None},
+        effective=effective,
         axes=mesh.device_mesh.mesh_dim_names,
     )
 
@@ -148,8 +150,7 @@ def test_two_stages_are_chosen_where_there_are_two() -> None:
         assert [seen.inter for seen in case] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     for case in (off, inside):
         assert all(seen.intra is None and seen.inter is None for seen in case)
-    in_effect = [case[0].effective["in effect"] for case in (auto, off, on, inside)]
-    assert in_effect == [case[0].effective["collectives.hierarchical"] for case in (auto, off, on, inside)]
+    in_effect = [case[0].effective["collectives.hierarchical"] for case in (auto, off, on, inside)]
     assert in_effect == [True, False, True, False]
 
 

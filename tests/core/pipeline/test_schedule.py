@@ -90,24 +90,118 @@ def test_stages_keep_as_many_activations_as_the_schedule_says() -> None:
     assert [most_waiting(order) for order in orders_of("interleaved:2", 4, 8)] == [11, 9, 7, 5]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "micro_batches"), CASES)
-def test_nobody_waits_in_a_circle_even_for_sends(schedule: str, stages: int, micro_batches: int) -> None:
-    chunks = stages * chunks_of(schedule)
-    evaluation = [forward_only(stages, stage, chunks) for stage in range(stages)]
-    for orders in (orders_of(schedule, stages, micro_batches), evaluation):
-        left = [deque(steps) for steps in with_messages(orders, chunks)]
-        while any(left):
-            before = sum(map(len, left))
-            for stage, steps in enumerate(left):
-                while steps and steps[0].act == "compute":
-                    steps.popleft()
-                if not steps or steps[0].act != "send":
+Message = tuple[bool, int, int]
+"""Whether it is an activation, the chunk and the micro-batch."""
+
+
+class _Device:
+    """A stage of which computations are one queue, and the messages of a group another. A message begins behind the
+    computations that were queued before it, and behind the messages before it in its group; a computation behind the
+    message that it takes."""
+
+    def __init__(self, steps: list[Step], groups: dict[bool, str], *, host_waits: bool) -> None:
+        self._steps, self._groups, self._host_waits = deque(steps), groups, host_waits
+        self._awaited = {_message(step) for step in steps if step.act == "receive"}
+        self._computing: deque[Message | None] = deque()
+        self._queued = self._computed = 0
+        self.messages: dict[str, deque[tuple[Step, int]]] = {name: deque() for name in groups.values()}
+        self.arrived: set[Message] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        return not (self._steps or self._computing or any(self.messages.values()))
+
+    def go_on(self) -> None:
+        while self._steps:
+            step = self._steps[0]
+            group = self.messages[self._groups[step.is_forward]]
+            if step.act == "compute":
+                taken = (step.is_forward, step.chunk - 1 if step.is_forward else step.chunk + 1, step.micro_batch)
+                self._computing.append(taken if taken in self._awaited else None)
+                self._queued += 1
+            elif self._host_waits and group:
+                break
+            else:
+                group.append((step, self._queued))
+            self._steps.popleft()
+        while self._computing and (self._computing[0] is None or self._computing[0] in self.arrived):
+            self._computing.popleft()
+            self._computed += 1
+
+    def next_of(self, group: str) -> Step | None:
+        """Return the message that has begun."""
+        if not self.messages[group] or self.messages[group][0][1] > self._computed:
+            return None
+        return self.messages[group][0][0]
+
+
+def _message(step: Step) -> Message:
+    return (step.is_forward, step.chunk, step.micro_batch)
+
+
+def ends(lists: list[list[Step]], groups: dict[bool, str], *, host_waits: bool = False) -> bool:
+    """Whether all stages come to the end of their lists.
+
+    Args:
+        groups: of activations (True) and of their gradients.
+        host_waits: whether hosts wait in each message until those before it in its group are over.
+    """
+    devices = [_Device(steps, groups, host_waits=host_waits) for steps in lists]
+    while True:
+        for device in devices:
+            device.go_on()
+        is_over = True
+        for stage, device in enumerate(devices):
+            for group in set(groups.values()):
+                sent = device.next_of(group)
+                if sent is None or sent.act != "send":
                     continue
-                sent, peer = steps[0], left[steps[0].peer]
-                if peer and peer[0] == Step("receive", sent.is_forward, sent.chunk, sent.micro_batch, stage):
-                    steps.popleft()
-                    peer.popleft()
-            assert sum(map(len, left)) < before, [steps[0] for steps in left if steps]
+                peer = devices[sent.peer]
+                if peer.next_of(group) == Step("receive", *_message(sent), stage):
+                    device.messages[group].popleft()
+                    peer.messages[group].popleft()
+                    peer.arrived.add(_message(sent))
+                    is_over = False
+        if is_over:
+            return all(device.has_ended for device in devices)
+
+
+GROUPS = {True: "activations", False: "gradients"}
+PLAYED = [
+    (schedule, stages, micro_batches)
+    for schedule in ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
+    for stages in (2, 3, 4, 8)
+    for micro_batches in (stages, 2 * stages, 4 * stages, *(() if ":" in schedule else (1, 3, stages + 1)))
+]
+
+
+@pytest.mark.parametrize("host_waits", [False, True])
+def test_nobody_waits_in_a_circle(host_waits: bool) -> None:
+    """Played as NCCL does it: one message of a group at a time, none before its peer has come to it."""
+    for schedule, stages, micro_batches in PLAYED:
+        chunks = stages * chunks_of(schedule)
+        evaluation = [forward_only(stages, stage, chunks) for stage in range(stages)]
+        for orders in (orders_of(schedule, stages, micro_batches), evaluation):
+            lists = with_messages(orders, chunks)
+            assert ends(lists, GROUPS, host_waits=host_waits), (schedule, stages, micro_batches)
+
+
+def test_receives_are_begun_ahead_which_one_group_could_not_carry() -> None:
+    lists = with_messages(orders_of("1f1b", 4, 8), 4)
+    assert not ends(lists, dict.fromkeys(GROUPS, "all"))
+    # Activations and gradients; of 8 each, those of the steady part.
+    assert [hidden(steps) for steps in lists] == [(0, 5), (5, 6), (6, 7), (7, 0)]
+
+
+def hidden(steps: list[Step]) -> tuple[int, int]:
+    """Receives of activations and of gradients that are begun before a computation that does not take them."""
+    found: list[bool] = []
+    for place, step in enumerate(steps):
+        if step.act == "receive":
+            taking = (step.is_forward, step.chunk + 1 if step.is_forward else step.chunk - 1, step.micro_batch)
+            following = next(each for each in steps[place:] if each.act == "compute")
+            found += [step.is_forward] * (_message(following) != taking)
+    return found.count(True), found.count(False)
 
 
 class _Kept(torch.autograd.Function):
