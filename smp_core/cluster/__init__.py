@@ -17,13 +17,16 @@ if TYPE_CHECKING:
         DATA as DATA,
         DEGREES as DEGREES,
         GRADIENTS as GRADIENTS,
+        GROUPS as GROUPS,
         INNER as INNER,
         PARTITION as PARTITION,
+        Axes as Axes,
         Axis as Axis,
         Layout as Layout,
         Ranks as Ranks,
         degrees_of as degrees_of,
         inner_degree as inner_degree,
+        stages as stages,
     )
     from smp_core.cluster.links import (
         KINDS as KINDS,

@@ -53,6 +53,9 @@ DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
 GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
 SAME_MODEL: Axes = tuple(axis for axis in Axis if axis is not Axis.PIPELINE)
 
+GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME_MODEL, *((axis,) for axis in DEGREES))
+"""The groups of a run: along which axes collectives run. Groups of the same ranks are one."""
+
 INNER: Axes = (Axis.TENSOR,)
 """Axes inside of partition groups: ranks along them hold parts of one rank's shard, and count as one rank for what is
 decided about partition and replication groups."""
@@ -119,6 +122,15 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.size(*Axis)
+
+    @property
+    def replicas_are_alone(self) -> bool:
+        """Return whether ranks that hold the same shard are all whose gradients are added up.
+
+        They have a communicator beside that of GRADIENTS then: they send a unit's sum before or after what all ranks
+        send in one order.
+        """
+        return self.size(*GRADIENTS) == self.replicate > 1
 
     def without(self, *axes: Axis) -> Layout:
         """Return the layout with one rank along these axes."""

@@ -23,6 +23,7 @@ from smp_core.cluster.layout import (
     DATA,
     DEGREES,
     GRADIENTS,
+    GROUPS,
     PARTITION,
     SAME_MODEL,
     Axes,
@@ -36,9 +37,6 @@ from smp_core.topology import Topology
 from smp_core.torch_facts import streams
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
-
-# The groups that are made: of which axes collectives run.
-_GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME_MODEL, *((axis,) for axis in DEGREES))
 
 
 @dataclass(frozen=True)
@@ -124,12 +122,11 @@ class SmpMesh:
         for known in (*map(device_mesh.get_group, names), _world_group()):
             groups.know(known)
         by_axes: dict[Axes, dist.ProcessGroup] = {}
-        for axes in _GROUPS:
+        for axes in GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
                 continue  # nobody asks for it
             members = layout.groups(*axes)
-            # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
-            alone = axes == (Axis.REPLICATE,) and layout.size(*GRADIENTS) == layout.replicate > 1
+            alone = axes == (Axis.REPLICATE,) and layout.replicas_are_alone
             by_axes[axes] = groups.make(members) if alone else groups.own(members)
         column = None
         if layout.pipeline > 1:
@@ -203,6 +200,11 @@ class SmpMesh:
         """The pipeline stages' ranks; there only where there are several."""
         assert self._column is not None, "a run without pipeline stages"
         return self._column
+
+    @property
+    def communicators(self) -> list[int]:
+        """The ranks of each group that has several and that devices talk in: what NCCL takes memory for."""
+        return sorted(filter(lambda ranks: ranks > 1, self._groups.sizes))
 
     @property
     def shard_degree(self) -> int:
@@ -328,6 +330,7 @@ class _Groups:
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._uneven: dict[tuple[Ranks, ...], dist.ProcessGroup] = {}
         self._unused: list[dist.ProcessGroup] = []
+        self.sizes: list[int] = []
         backend: Any = _world_group()._get_backend(device)
         # torch's fake groups have none.
         self._limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -336,7 +339,10 @@ class _Groups:
     def know(self, group: dist.ProcessGroup) -> None:
         if self._limit is not None:
             group.set_timeout(self._limit)
-        self._known[tuple(dist.get_process_group_ranks(group))] = group
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._known:
+            self.sizes.append(len(ranks))
+        self._known[ranks] = group
         self._unused.append(group)
 
     def connect(self) -> None:
@@ -372,6 +378,7 @@ class _Groups:
             made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
             own = next(group for ranks, group in made.items() if self._rank in ranks)
         self._unused.append(own)
+        self.sizes.append(dist.get_world_size(own))
         return own
 
     def of_hosts(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:

@@ -253,7 +253,8 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
         count, total = calls.get(f"{kind} over {len(group)}", (0, 0))
         calls[f"{kind} over {len(group)}"] = (count + times, total + times * n_bytes)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, ranks, 0.0, resident)
+    groups = tuple(rank.parallel.mesh.communicators)
+    return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, groups, ranks, 0.0, resident)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

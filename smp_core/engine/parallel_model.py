@@ -281,6 +281,7 @@ class ParallelModel:
             asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", table_as_text(self.config))
+            logger.debug("communicators of this rank's device, by their ranks: %s", self.mesh.communicators)
             return "\n".join([*lines, *asked])
         return "\n".join([*lines, *asked, 'all knobs and reasons: logging.getLogger("smp").setLevel("DEBUG")'])
 

@@ -14,6 +14,7 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
     from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
+    from smp_core.plan.communicator_count import communicators as communicators
     from smp_core.plan.draft import Draft as Draft, ModelDraft as ModelDraft
     from smp_core.plan.dtypes import (
         HALF as HALF,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_core.plan import GIB, OPTIMIZERS
+from smp_core.plan import GIB, OPTIMIZERS, communicators
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.sent_bytes import sent_bytes
@@ -68,6 +68,7 @@ class DryRun:
     Attributes:
         memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
         sent: bytes that leave the rank in a step, by "kind/link" as :class:`smp_core.comm.meter.CommMeter` has them.
+        communicators: ranks of each group that the rank's device talks in with others.
         calls: collectives of c10d in a step, as "kind over ranks of the group" -> (calls, bytes of the full tensors).
         ranks: of the fake process group.
         seconds: of processor time, imports not included.
@@ -79,6 +80,7 @@ class DryRun:
     memory: Mapping[str, int]
     sent: Mapping[str, float]
     calls: Mapping[str, tuple[int, int]]
+    communicators: tuple[int, ...]
     ranks: int
     seconds: float
     resident: int
@@ -155,6 +157,7 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
         memory = peak_memory(plan, recommended.trace, *sizes, [states])
         planned: dict[str, float] = {f"{kind}, GiB": getattr(memory, kind) / GIB for kind in RUN_KINDS}
         counted: dict[str, float] = {f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()}
+        planned["communicators"], counted["communicators"] = len(communicators(plan)), len(ran.communicators)
         planned["memory, GiB"], counted["memory, GiB"] = (memory.total - memory.margin) / GIB, ran.total / GIB
         sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
         for name in sorted({*sent, *ran.sent}):
@@ -164,5 +167,6 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
         for name, value in planned.items():
             count = counted[name]
             off = "-" if value == count else f"{value / count - 1:+.1%}" if count else "only planned"
-            table.add_row(name, f"{value:.3f}", f"{count:.3f}", off)
+            digits = 0 if name == "communicators" else 3
+            table.add_row(name, f"{value:.{digits}f}", f"{count:.{digits}f}", off)
     return table

@@ -32,11 +32,11 @@ def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> N
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     topology = Topology.uniform(world, ranks_per_node)
     mesh, config = build_mesh(SmpConfig(**knobs), topology, "cpu")
-    groups_made = len(dist.distributed_c10d._world.pg_map)
     torch.manual_seed(0)
     parallel = parallelize(SmallGpt(), config, mesh=mesh)
     optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.0)
     parallel.prepare_optimizer(optimizer)
+    groups_made = len(dist.distributed_c10d._world.pg_map)
     parallel.meter.close_step()
     with CallRecorder() as recorder:
         for micro in range(MICRO_BATCHES):
