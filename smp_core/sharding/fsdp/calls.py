@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
+from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
@@ -204,10 +205,12 @@ class Calls:
             shown.gathered()
 
     @torch.compiler.disable
-    def _before_reshard(self, module: nn.Module, *_: Any) -> None:
+    def _before_reshard(self, module: nn.Module, _: Any, output: Any) -> Any:
         shown = self._of_module.get(id(module))
-        if shown is not None:
-            shown.check_copies()
+        if shown is None:
+            return None
+        shown.check_copies()
+        return shown.outlasting(output)
 
     @torch.compiler.disable
     def _behind_reshard(self, module: nn.Module, *_: Any) -> None:
@@ -314,6 +317,18 @@ class _ShownUnit:
             if copy is not None:
                 parameter.check_copy(copy)
         self.settle()
+
+    def outlasting(self, output: Any) -> Any:
+        """Return what a forward gave, with tensors of their own for views of gathered parameters, whose memory is freed
+        behind it; None where it holds no such view."""
+        gathered = {copy.untyped_storage().data_ptr() for copy in self._group.copies() if copy is not None}
+
+        def is_view(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() in gathered
+
+        if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
+            return None
+        return map_tensors(output, lambda tensor: tensor.clone() if is_view(tensor) else tensor)
 
     def settle(self) -> None:
         """Carry ``requires_grad`` and hooks over between shards and copies."""
