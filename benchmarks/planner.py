@@ -4,20 +4,19 @@
 
 FOLDER holds four tables of other people's measurements: `llm_foundry_fsdp.csv` (MosaicML llm-foundry, Apache-2.0: MPT
 under FSDP), `kempner_h200.csv` (KempnerForge: Llama under FSDP2 and tensor parallelism), `vtrain_a100.csv` (vTrain,
-MIT: GPT under Megatron) and `published_2.csv`, of which IBM's runs of FSDP over slow links are judged by the planner's
-own constants. Models are traced, never tabulated: Transformers' GPT-2 and Llama of the same sizes, and a layer with
-Megatron's kernels.
+MIT: GPT under Megatron) and `published_2.csv` (IBM's FSDP over slow links, nanotron's ten layouts). Models are traced,
+never tabulated: Transformers' GPT-2 and Llama of the same sizes, and a layer with Megatron's kernels.
 
-Constants are fitted for each of the three programs: their kernels are fused to different degrees (`moving` is over 1
-where an operator's bytes are not moved at all), and their links differ. Held out is one model size at a time: constants
-are fitted on the other sizes and judged on that one. No row is dropped; `memory` is the planned peak as a share of the
+The planner's constants are one set for all programs, by generation of device (`together`); each program is judged by
+constants that were fitted without it. Beside them, constants are fitted for each of the three programs alone, held out
+one model size at a time: their kernels are fused to different degrees (`moving` is over 1 where an operator's bytes are
+not moved at all), and their links differ. No row is dropped; `memory` is the planned peak as a share of the
 device (of HF's code, which keeps more than the fused kernels that were measured).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -29,28 +28,19 @@ from typing import Any
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.plan.cluster import GIB
-from smp_core.plan.plan import Plan
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import peak_memory
-from smp_core.planner.time import StepModel
 from smp_core.planner.trace import trace_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kempner_model
 import scaling_model
-from planner_fit import Case, Constants, Row, errors_of, fitted_of, held_out, mape
+from planner_fit import Case, Constants, Row, held_out, mape, without_each
 from planner_megatron import START, megatron
-
-
-@cache
-def traced(words: str) -> ModelTrace:
-    """Trace a model that is given by its fields as JSON."""
-    fields = json.loads(words)
-    print(f"tracing {words}", flush=True)
-    return trace_model("a published model", 8192, fields)
+from planner_rows import published, ratios, read, stepped, traced
 
 
 def mpt(width: int, layers: int, heads: int, vocabulary: int) -> ModelTrace:
@@ -82,23 +72,6 @@ def with_their_loss(words: str) -> ModelTrace:
     return replace(trace_model("kempner_model:build", 8192), vocabulary=1)
 
 
-def read(path: Path) -> list[Row]:
-    """Read a table with a header."""
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _stepped(
-    plan: Plan, trace: ModelTrace, hardware: Hardware, row: Row, counts: tuple[int, int], device: str
-) -> Callable[[Constants], float]:
-    def predict(constants: Constants) -> float:
-        fitted = fitted_of(constants, device)
-        model = StepModel(plan, trace, hardware, hardware.links(fitted), int(row["sequence"]), fitted)
-        return model.step(*counts).total
-
-    return predict
-
-
 def foundry(path: Path) -> list[Case]:
     """Read the runs of FSDP over all devices; parameters and sums in bfloat16."""
     cases = []
@@ -116,7 +89,7 @@ def foundry(path: Path) -> list[Case]:
         counts = int(row["micro_batch"]), int(row["grad_accum"])
         measured = int(row["global_batch"]) * sequence / (gpus * float(row["tokens_per_s_per_gpu"]))
         used = peak_memory(plan, trace, *counts, sequence)
-        predict = _stepped(plan, trace, hardware, row, counts, hardware.device.name)
+        predict = stepped(plan, trace, hardware, sequence, counts)
         group = f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
         cases.append(Case(row, row["model"], measured, predict, group, used.total / used.capacity))
     return cases
@@ -141,7 +114,9 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         )
         plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
         counts = kempner_batch(row)
-        case = Case(row, row["model"], float(row["step_s"]), _stepped(plan, trace, hardware, row, counts, "H200"))
+        case = Case(
+            row, row["model"], float(row["step_s"]), stepped(plan, trace, hardware, int(row["sequence"]), counts)
+        )
         if with_memory:
             case.used = _kempner_memory(row, asked, hardware, counts)
         case.group = f"tensor={tensor}"
@@ -177,39 +152,24 @@ def _kempner_memory(row: Row, asked: SmpConfig, hardware: Hardware, counts: tupl
     return (planned + embedding) / GIB / float(row["peak_gb"]) - 1
 
 
-def fms_fsdp(path: Path) -> list[Case]:
-    """Read IBM's runs of FSDP over all devices, where links between nodes are slow; they recompute every n-th block
-    where `selective` stands, and reduce in bfloat16."""
-    cases = []
-    for row in read(path):
-        if row["program"] != "fms-fsdp":
-            continue
-        nodes, per_node = int(row["nodes"]), int(row["gpus_per_node"])
-        hardware = Hardware(nodes, per_node, DEVICES[row["device"]], float(row["gbit"]))
-        trace, mode = traced(row["model"]), row["recompute"]
-        asked = SmpConfig(
-            shard_degree=int(row["shard"]), param_dtype="bfloat16", reduce_dtype="bfloat16", activations=mode
-        )
-        plan = decide(trace.of_precision(mode, row["precision"]), asked, hardware.cluster())
-        counts = int(row["micro_batch"]), int(row["micro_batches"])
-        predict = _stepped(plan, trace, hardware, {"sequence": row["seq"]}, counts, hardware.device.name)
-        cases.append(Case(row, row["id"], float(row["step_s"]), predict))
-    return cases
-
-
-def not_fitted(cases: list[Case]) -> dict[str, Any]:
-    """Return the errors of the planner's own constants on a program that they were not fitted on."""
-    errors = errors_of(cases, {})
-    rows = [{**case.row, "error": error} for case, error in zip(cases, errors, strict=True)]
-    return {"mape": mape(errors), "worst": max(errors, key=abs), "rows": rows}
-
-
 def start_of(devices: list[str]) -> Constants:
     """Return the constants that a fit starts with, in the order in which it changes them."""
     products = {f"products_{device}": 0.6 for device in devices}
     attention = {f"attention_{device}": 0.4 for device in devices}
     others = {"moving": FITTED.moving, "link": 0.6, "network": 0.6, "exposed": 0.1, "launching": 1e-3}
     return {**products, **attention, **others}
+
+
+TOGETHER: Constants = {
+    "products_Ampere": 0.65,
+    "products_Hopper": 0.6,
+    "attention_Ampere": 0.35,
+    "attention_Hopper": 0.35,
+    "network": 0.6,
+    "falls": 0.4,
+    "launching": 1.5e-3,
+}
+"""Where the fit of one set of constants starts. The others are stated in :mod:`smp_core.planner.fitted`."""
 
 
 def main() -> None:
@@ -236,6 +196,25 @@ def kempner_memory(data: Path) -> dict[str, Any]:
     return {"mape": mape(errors), "worst": max(errors, key=abs), "errors": errors, "rows": rows}
 
 
+def together(data: Path) -> dict[str, Any]:
+    """One set of constants, by generation of device, for all programs and the seeds' ratios."""
+    second = data / "published_2.csv"
+    programs = {
+        "llm_foundry": foundry(data / "llm_foundry_fsdp.csv"),
+        "vtrain": megatron(read(data / "vtrain_a100.csv")),
+        "kempner": kempner(data / "kempner_h200.csv"),
+        "fms_fsdp": published(second, "fms-fsdp"),
+        "nanotron": published(second, "nanotron"),
+        "seeds": ratios(),
+    }
+    found = without_each(programs, TOGETHER)
+    found["ratios"] = [
+        {"name": case.size, "measured": case.measured, "planned": case.predict(found["fitted_on_all"])}
+        for case in programs["seeds"]
+    ]
+    return found
+
+
 def lab(data: Path) -> dict[str, Any]:
     """Our emulated nodes, by their own model."""
     checked = scaling_model.check(Path(__file__).parent / "results" / "cluster.json")
@@ -248,7 +227,7 @@ PARTS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "vtrain": lambda data: held_out(megatron(read(data / "vtrain_a100.csv")), START),
     "kempner": lambda data: held_out(kempner(data / "kempner_h200.csv"), start_of(["H200"])),
     "kempner_memory": kempner_memory,
-    "fms_fsdp": lambda data: not_fitted(fms_fsdp(data / "published_2.csv")),
+    "together": together,
     "lab_by_scaling_model": lab,
 }
 

@@ -129,6 +129,8 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     before = hardware.fitted
     links = {} if hardware.measured is not None else _rates(measured.sent, machines)
     shares: Any = {name: min(each.share, 1.0) for name, each in links.items()}
+    if "network" in shares:
+        shares["falls"] = 0.0  # what its groups lose is in the run's rates
     with_links = replace(before, **shares)
     fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
     peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))

@@ -142,18 +142,23 @@ _ALSO = {"h100": "h100-80g", "h100-sxm": "h100-80g", "4090": "rtx-4090", "5090":
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of node: devices, and what its network adapters send together in Gbit/s."""
+    """A kind of node: devices, and what its network adapters send together in Gbit/s.
+
+    Attributes:
+        first_efa: the adapters are EFA of the first generation, which reach less of their rate in larger groups.
+    """
 
     device: str
     devices: int
     gbit: float
     source: str
+    first_efa: bool = False
 
 
 MACHINES: dict[str, Machine] = {
-    "p3dn": Machine("v100-32g", 8, 100, "AWS EC2 P3 page: p3dn.24xlarge, 100 Gbps"),
-    "p4d": Machine("a100-40g", 8, 400, "AWS EC2 P4 page: p4d.24xlarge, EFA 400 Gbps"),
-    "p4de": Machine("a100-80g", 8, 400, "AWS EC2 P4 page: p4de.24xlarge, EFA 400 Gbps"),
+    "p3dn": Machine("v100-32g", 8, 100, "AWS EC2 P3 page: p3dn.24xlarge, 100 Gbps", first_efa=True),
+    "p4d": Machine("a100-40g", 8, 400, "AWS EC2 P4 page: p4d.24xlarge, EFA 400 Gbps", first_efa=True),
+    "p4de": Machine("a100-80g", 8, 400, "AWS EC2 P4 page: p4de.24xlarge, EFA 400 Gbps", first_efa=True),
     "p5": Machine("h100-80g", 8, 3200, "AWS EC2 P5 page: p5.48xlarge, EFA 3,200 Gbps"),
     "p5e": Machine("h200", 8, 3200, "AWS EC2 P5 page: p5e.48xlarge, EFA 3,200 Gbps"),
     "p5en": Machine("h200", 8, 3200, "AWS EC2 P5 page: p5en.48xlarge, EFA 3,200 Gbps"),

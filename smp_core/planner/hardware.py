@@ -39,6 +39,7 @@ class Hardware:
         measured: links measured on these machines; None: those of the data sheets, at the efficiency that was fitted.
         host_gib: host memory of a node.
         fitted: constants of the time model on these machines.
+        first_efa: as :class:`smp_core.planner.devices.Machine` has it.
     """
 
     nodes: int
@@ -49,6 +50,7 @@ class Hardware:
     measured: Links | None = None
     host_gib: float = 1024.0
     fitted: Fitted = FITTED
+    first_efa: bool = False
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Hardware:
@@ -67,7 +69,8 @@ class Hardware:
             return cls._checked(int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0)
         if found := _MACHINES.fullmatch(word):
             machine = machine_of(found[2])
-            return cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
+            made = cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
+            return replace(made, first_efa=machine.first_efa)
         raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
 
     @classmethod
@@ -129,6 +132,15 @@ class Hardware:
             flat=flat if k > 1 and m > 1 else None,
             measured_with="data sheets",
         )
+
+    def slowed(self, nodes: int, fitted: Fitted) -> float:
+        """Return how many times longer the bytes of a collective over so many nodes take than those of one over two.
+
+        Measured links are taken as they are.
+        """
+        if not self.first_efa or self.measured is not None:
+            return 1.0
+        return float(max(nodes / 2, 1.0) ** fitted.falls)
 
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.

@@ -342,10 +342,7 @@ class _Search:
         else:
             time = way.model.step(batch.size, batch.count)
         choice = Choice(plan.knobs.unresolved, plan, way.names)
-        hardware = self.hardware
-        between = hardware.gbit / hardware.ranks_per_node if hardware.nodes > 1 else None
-        band = band_of(plan.layout, None if hardware.measured else between)
-        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all, band)
+        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all, band_of(plan.layout))
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:

@@ -12,6 +12,7 @@ The constants are in :mod:`smp_core.planner.fitted`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from smp_core.cluster import Collectives, Kind, Links
@@ -103,7 +104,7 @@ class StepModel:
     ) -> None:
         self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
         self.mode = recomputation(plan)
-        self.collectives = _GroupCollectives(plan, links)
+        self.collectives = _GroupCollectives(plan, links, lambda nodes: hardware.slowed(nodes, fitted))
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
@@ -214,9 +215,14 @@ def _places(count: int) -> list[tuple[str, int]]:
 
 
 class _GroupCollectives:
-    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links."""
+    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links.
 
-    def __init__(self, plan: Plan, links: Links) -> None:
+    Args:
+        slowed: nodes of a group -> how many times longer its bytes between nodes take.
+    """
+
+    def __init__(self, plan: Plan, links: Links, slowed: Callable[[int], float]) -> None:
+        self.slowed = slowed
         self.layout, self.links = plan.layout, links
         self.degree = plan.shard_degree
         self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
@@ -265,7 +271,7 @@ class _GroupCollectives:
             if together > 1:
                 seconds += self._of("intra").seconds(kind, min(together, replicas), held)
             if replicas > together:
-                seconds += self._of("inter").seconds(kind, replicas // together, held / together * spared)
+                seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
     def _over(self, kind: Kind, degree: int, n_bytes: float, spared: float) -> float:
@@ -276,8 +282,12 @@ class _GroupCollectives:
             return self._of("intra").seconds(kind, degree, n_bytes)
         if self.in_stages or k == 1:
             inside = self._of("intra").seconds(kind, k, n_bytes) if k > 1 else 0.0
-            return inside + self._of("inter").seconds(kind, degree // k, n_bytes / k * spared)
-        return self._of("flat").seconds(kind, degree, n_bytes * spared * self.layout.tensor)
+            return inside + self._between(kind, degree // k, n_bytes / k * spared)
+        crowded = n_bytes * self.slowed(degree // k)
+        return self._of("flat").seconds(kind, degree, crowded * spared * self.layout.tensor)
+
+    def _between(self, kind: Kind, nodes: int, n_bytes: float) -> float:
+        return self._of("inter").seconds(kind, nodes, n_bytes * self.slowed(nodes))
 
     def _of(self, place: str) -> Collectives:
         found = getattr(self.links, place)

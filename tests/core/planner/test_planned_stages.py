@@ -127,20 +127,20 @@ def test_a_step_through_stages_is_computing_and_what_is_waited_for(tiny: ModelTr
 
 def test_stages_are_chosen_where_links_are_slow_and_nowhere_else(tiny: ModelTrace) -> None:
     work = Workload(TOKENS, 64)
-    slow = plan(tiny, hardware(0.05), work)
+    slow = plan(tiny, hardware(0.02), work)
     assert slow.chosen.plan.stages is not None and slow.chosen.time.pipeline > 0
     assert slow.config.pipeline.microbatches == slow.chosen.count
     assert "goes through the stages in" in as_yaml(slow)
-    again = decide(tiny.of_precision("none", "mixed"), slow.config, hardware(0.05).cluster())
+    again = decide(tiny.of_precision("none", "mixed"), slow.config, hardware(0.02).cluster())
     assert again.stages == slow.chosen.plan.stages
     assert plan(tiny, Hardware(1, 8, DEVICE, 0.0), work).chosen.plan.stages is None
-    fixed = plan(tiny, hardware(0.05), work, fixed={"pipeline": 2, "micro_batch": 2})
+    fixed = plan(tiny, hardware(0.02), work, fixed={"pipeline": 2, "micro_batch": 2})
     assert fixed.chosen.plan.layout.pipeline == 2 and "step time" in slow.why_not(pipeline=1)
 
 
 def test_what_would_flip_the_choice_does_so_when_all_is_planned_again(tiny: ModelTrace) -> None:
     """Over links that are just too fast for stages to save more than the model may be off."""
-    found = plan(tiny, hardware(0.2), Workload(TOKENS, 64))
+    found = plan(tiny, hardware(0.05), Workload(TOKENS, 64))
     assert found.chosen.plan.stages is None
     flips = found.flips()
     assert [(flip.rate, flip.share < flip.now) for flip in flips] == [("network", True)]

@@ -169,30 +169,48 @@ def test_keeping_spares_what_it_says_it_spares(large: ModelTrace) -> None:
 
 
 def test_an_axis_or_a_wider_group_has_to_save_more_than_the_model_may_be_off(planned: planner.Recommendation) -> None:
-    """Of equal plans with other seconds: within 3.6 % a group of one node wins, beyond it the group of two."""
+    """Of equal plans with other seconds: within 15.4 % a group of one node wins, beyond it the group of two."""
 
     def pick(seconds: float) -> tuple[int, int]:
         ranked = [_with(planned.chosen, 1.0, shard=16), _with(planned.chosen, seconds, shard=8)]
         return simplest(ranked).spread
 
-    assert pick(1.03) == (0, 1)
-    assert pick(1.05) == (0, 2)
+    assert pick(1.15) == (0, 1)
+    assert pick(1.16) == (0, 2)
     assert simplest([_with(planned.chosen, 1.0, 8, tensor=2), _with(planned.chosen, 1.1, 8)]).spread == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("layout", "gbit", "axis"),
+    ("layout", "axis"),
     [
-        (Layout(shard=8), None, "sharding"),
-        (Layout(shard=8), 400.0, "sharding"),
-        (Layout(shard=8), 50.0, "slow links"),
-        (Layout(context=2), 400.0, "tensor"),
-        (Layout(pipeline=2), 400.0, "pipeline"),
-        (Layout(pipeline=2, tensor=2), 400.0, "tensor"),
+        (Layout(shard=8), "sharding"),
+        (Layout(context=2), "tensor"),
+        (Layout(pipeline=2), "pipeline"),
+        (Layout(pipeline=2, tensor=2), "pipeline"),
     ],
 )
-def test_a_time_is_as_unsure_as_the_nearest_programs_say(layout: Layout, gbit: float | None, axis: str) -> None:
-    assert band_of(layout, gbit) is BANDS[axis]
+def test_a_time_is_as_unsure_as_the_nearest_programs_say(layout: Layout, axis: str) -> None:
+    assert band_of(layout) is BANDS[axis]
+
+
+def test_large_groups_over_the_first_efa_get_a_smaller_share_of_the_link(large: ModelTrace) -> None:
+    """A gather over all devices takes (nodes / 2) ** falls times as long for its bytes; over other links, or measured
+    ones, it does not."""
+    seconds = {}
+    first = Hardware.parse("16xp4d")
+    links = first.links()
+    machines = {
+        "first": first,
+        "other": Hardware.parse("16x8:a100-40g@400gbps"),
+        "measured": replace(first, measured=links),
+    }
+    for name, hardware in machines.items():
+        knobs = SmpConfig(shard_degree=128, collectives={"hierarchical": False})
+        made = decide(large.of_precision("none", "mixed"), knobs, hardware.cluster())
+        found = StepModel(made, large, hardware, links, 2048)
+        seconds[name] = found.gather[0] - 127 * FITTED.latency_between
+    assert seconds["first"] == pytest.approx(8**FITTED.falls * seconds["other"])
+    assert seconds["measured"] == pytest.approx(seconds["other"])
 
 
 def _with(candidate: Candidate, seconds: float, shard: int, tensor: int = 1) -> Candidate:
@@ -202,7 +220,7 @@ def _with(candidate: Candidate, seconds: float, shard: int, tensor: int = 1) -> 
     made = decide(candidate.plan.shapes, knobs, hardware.cluster())
     choice = replace(candidate.choice, asked=knobs, plan=made, names=("shard_degree", "tensor_parallel_degree"))
     time = StepTime(seconds, *[0.0] * 6)
-    return replace(candidate, choice=choice, time=time, band=band_of(made.layout, 400.0))
+    return replace(candidate, choice=choice, time=time, band=band_of(made.layout))
 
 
 def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
@@ -464,7 +482,7 @@ def test_the_command_plans_with_what_a_log_says(
     ]
     done = CliRunner().invoke(app, typed)
     assert done.exit_code == 0, done.output
-    assert "links between nodes: planned" in done.stderr and "network: 0.4 -> 0.04" in done.stderr
+    assert "links between nodes: planned" in done.stderr and "network: 0.443 -> 0.0443" in done.stderr
     told = json.loads(done.stdout)
     assert told["model"] == "gpt2-30b"
     before = plan(

@@ -1,0 +1,143 @@
+"""Rows of `published_2.csv`, and the seeds' ratios, as cases for the fit of the planner's constants.
+
+IBM's fms-fsdp (FSDP over slow links) and nanotron (ten layouts of one model and one batch) are published steps. What
+SageMaker's sharded data parallelism measured on p4d (AWS Machine Learning Blog, 2022-10-31) is a ratio: how much faster
+a model trains with partition groups than with all devices in one group, by DeepSpeed's ZeRO-3 or PyTorch's FSDP.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner_fit import Case, Constants, Row, fitted_of
+
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import decide
+from smp_core.plan.cluster import GIB
+from smp_core.plan.plan import Plan
+from smp_core.planner.devices import DEVICES
+from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.stage_time import step_model
+from smp_core.planner.step_memory import peak_memory
+from smp_core.planner.trace import trace_model
+
+Predict = Callable[[Constants], float]
+
+
+def read(path: Path) -> list[Row]:
+    """Read a table with a header."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def traced(words: str) -> ModelTrace:
+    """Trace a model that is given by its fields as JSON."""
+    fields = json.loads(words)
+    print(f"tracing {words}", flush=True)
+    return trace_model("a published model", 8192, fields)
+
+
+def stepped(plan: Plan, trace: ModelTrace, hardware: Hardware, sequence: int, counts: tuple[int, int]) -> Predict:
+    """Return the function that predicts the seconds of a plan's step from constants."""
+
+    def predict(constants: Constants) -> float:
+        fitted = fitted_of(constants, hardware.device.name)
+        model = step_model(plan, trace, hardware, hardware.links(fitted), sequence, fitted)
+        return model.step(*counts).total
+
+    return predict
+
+
+def published(path: Path, program: str) -> list[Case]:
+    """Read the rows of one program; gradients are reduced in bfloat16 by IBM's, and in float32 by nanotron."""
+    cases = []
+    for row in read(path):
+        if row["program"] != program:
+            continue
+        hardware = Hardware(int(row["nodes"]), int(row["gpus_per_node"]), DEVICES[row["device"]], float(row["gbit"]))
+        trace, mode, stages = traced(row["model"]), row["recompute"], int(row["pipeline"])
+        counts = int(row["micro_batch"]), int(row["micro_batches"])
+        knobs: dict[str, Any] = json.loads(row["knobs"] or "{}")
+        if stages > 1:
+            knobs["pipeline"] = {"schedule": row["schedule"], "microbatches": counts[1]}
+        asked = SmpConfig(
+            shard_degree=int(row["shard"]),
+            tensor_parallel_degree=int(row["tensor"]),
+            pipeline_parallel_degree=stages,
+            param_dtype="bfloat16",
+            reduce_dtype="bfloat16" if program == "fms-fsdp" else "float32",
+            activations=mode,
+            **knobs,
+        )
+        plan = decide(trace.of_precision(mode, row["precision"]), asked, hardware.cluster())
+        case = Case(
+            row, row["id"].split()[1], float(row["step_s"]), stepped(plan, trace, hardware, int(row["seq"]), counts)
+        )
+        if row["memory_gib"]:
+            peak = peak_memory(plan, trace, *counts, int(row["seq"]), in_stages=counts[1])
+            case.used = (peak.total - peak.margin) / GIB / float(row["memory_gib"]) - 1
+        cases.append(case)
+    return cases
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much faster partition groups were than one group of all devices.
+
+    Attributes:
+        group: devices of a partition group.
+        rates: samples per second with groups, and with all devices in one group.
+        samples: of a micro-batch. Published for sequences of 2,048 tokens; for 512 as many tokens are assumed.
+    """
+
+    name: str
+    model: str
+    nodes: int
+    sequence: int
+    samples: int
+    group: int
+    rates: tuple[float, float]
+
+
+_TEN = json.dumps({"model_type": "gpt2", "n_embd": 4096, "n_layer": 48, "n_head": 32, "vocab_size": 50257})
+_THIRTY = json.dumps({"model_type": "gpt2", "n_embd": 7168, "n_layer": 48, "n_head": 56, "vocab_size": 50257})
+
+RATIOS = (
+    Ratio("30B on 16 p4d, groups of 64 against ZeRO-3", _THIRTY, 16, 512, 24, 64, (181.05, 142.0)),
+    Ratio("30B on 32 p4d, groups of 64 against ZeRO-3", _THIRTY, 32, 2048, 6, 64, (73.52, 52.6)),
+    Ratio("10B on 16 p4d, groups of 16 against FSDP", _TEN, 16, 512, 32, 16, (564.0, 495.0)),
+)
+
+
+def _of_group(ratio: Ratio, group: int) -> Predict:
+    hardware = Hardware.parse(f"{ratio.nodes}xp4d")
+    words = json.loads(ratio.model)
+    trace = traced(json.dumps({**words, **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)}))
+    asked = SmpConfig(
+        shard_degree=group,
+        param_dtype="bfloat16",
+        reduce_dtype="bfloat16",
+        activations="full",
+        # ZeRO-3 and FSDP gather in one ring.
+        collectives={"hierarchical": group < hardware.devices},
+    )
+    plan = decide(trace.of_precision("full", "mixed"), asked, hardware.cluster())
+    return stepped(plan, trace, hardware, ratio.sequence, (ratio.samples, 1))
+
+
+def ratios() -> list[Case]:
+    """Return the seeds' ratios; their predictions are ratios, too."""
+    cases = []
+    for ratio in RATIOS:
+        grouped, whole = _of_group(ratio, ratio.group), _of_group(ratio, ratio.nodes * 8)
+        measured = ratio.rates[0] / ratio.rates[1]
+        cases.append(Case({"name": ratio.name}, ratio.name, measured, lambda c, a=grouped, b=whole: b(c) / a(c)))
+    return cases
