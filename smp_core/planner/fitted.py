@@ -28,7 +28,8 @@ class Fitted:
             assumed, since the fit hardly changes with it.
         launching: the least seconds that a block's forward or backward takes, however little it computes;
             the most that the fit allows.
-        context_gib: of the CUDA context and the communicators, on each device; a margin, not fitted.
+        context_gib: of the CUDA context, on each device; a margin, not fitted.
+        communicator_gib: of each group of several ranks that the device talks in; reports of NVIDIA/nccl#964, A100.
         fragmentation: share of what is used that the allocator loses between its blocks; a margin, not fitted.
     """
 
@@ -42,7 +43,8 @@ class Fitted:
     latency_between: float = 15e-6
     exposed: float = 0.15
     launching: float = 2.9e-3
-    context_gib: float = 1.5
+    context_gib: float = 0.6
+    communicator_gib: float = 0.5
     fragmentation: float = 0.05
 
     def products_of(self, device: str) -> float:

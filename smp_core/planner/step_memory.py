@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from smp_core.plan import GIB, Plan
+from smp_core.plan import GIB, Plan, communicators
 from smp_core.planner.context_bytes import beside_attention
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
@@ -54,7 +54,7 @@ class PeakMemory:
     Attributes:
         activations: what blocks and the rest keep or work with.
         other: buffers of the model, the input of a reduction.
-        margin: the CUDA context, and what the allocator loses between blocks.
+        margin: the CUDA context and communicators, and what the allocator loses between blocks.
         capacity: of the device.
         stage: of the pipeline, whose rank it is.
     """
@@ -122,7 +122,9 @@ def _peak(plan: Plan, of_stage: StageStates, batch: _Batch, fitted: Fitted) -> P
     if batch.count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
         points += _Points(plan, of_stage, replace(batch, count=batch.count - 1), frees=False).all()
     highest = max(points, key=lambda point: point.total)
-    margin = int(fitted.context_gib * GIB + fitted.fragmentation * (states.parameters + states.buffers + highest.total))
+    of_context = fitted.context_gib + fitted.communicator_gib * len(communicators(plan))
+    used = states.parameters + states.buffers + highest.total
+    margin = int(of_context * GIB + fitted.fragmentation * used)
     assert plan.cluster.device_memory is not None
     return PeakMemory(
         parameters=states.parameters,

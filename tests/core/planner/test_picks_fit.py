@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from smp_core.planner import NothingFits, Workload, plan, trace
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.devices import Device
 from smp_core.planner.dry_run import Question, dry_run
+from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
 
 QUICK = (0,)  # parameters that stay gathered for the next micro-batch
@@ -54,8 +56,10 @@ def drawn_pick(seed: int, splits: bool) -> tuple[Candidate, Question]:
     room = 0.005
     while True:
         room *= seeded.uniform(1.2, 2.0)
-        device = Device("small", 1.5 + room, 1e12, 1e11, 1e10, "no data sheet", 1e13)  # 1.5 GiB are the margin
-        hardware = Hardware(seeded.choice([1, 2, 4]), 4, device, 100.0)
+        # Communicators would weigh more than all of a small model.
+        fitted = replace(FITTED, communicator_gib=0.0)
+        device = Device("small", fitted.context_gib + room, 1e12, 1e11, 1e10, "no data sheet", 1e13)
+        hardware = Hardware(seeded.choice([1, 2, 4]), 4, device, 100.0, fitted=fitted)
         batch = hardware.devices * seeded.choice([1, 2, 3])
         work = Workload(tokens, batch, seeded.choice(["mixed", "bfloat16"]), seeded.choice(["adamw", "sgd"]))
         try:
