@@ -34,6 +34,7 @@ _RING_FACTOR = {
     "reduce_scatter": 1.0,
     "all_reduce": 2.0,
     "amax_all_reduce": 2.0,  # FP8 scales
+    "router_all_reduce": 2.0,  # counts of experts' tokens
     # keys and values of context parallelism, and their gradients
     "context_gather": 1.0,
     "context_reduce": 1.0,

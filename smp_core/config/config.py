@@ -95,6 +95,12 @@ class SmpConfig:
             the partition group, which tokens travel between instead of experts: a divisor of shard_degree and of the
             experts. Integer >= 1, "node" (the most inside a node) or "auto" (the same, or 1 where that is not built);
             default 1 (experts are gathered as other layers are).
+        router_balance: Whose tokens the auxiliary loss of a Transformers mixture of experts (output_router_logits) is
+            of. "global" (those of all ranks in a micro-batch, as in one process: one small sum over ranks in each
+            forward), "rank" (each rank's own) or "auto" (default; "global" where it is built).
+        router_bias_update_rate: How far the bias that routers like DeepSeek-V3's choose experts by
+            (e_score_correction_bias) moves in each optimizer step, towards experts with fewer tokens than the mean of
+            all ranks' tokens. A number > 0, or None (default; it stays).
         tensor_parallel_degree: Ranks that split each matrix product, neighbours inside a node; shard_degree does not
             count them. Integer >= 1; default 1 (off).
         tensor_parallel: How layers are split over tensor ranks. "auto", or fields of TensorParallel
@@ -182,6 +188,10 @@ class SmpConfig:
     context_parallel_degree: int = setting(1, _DEGREE)
     expert_parallel_degree: int | Literal["node", "auto"] = setting(
         1, read.either(_DEGREE, read.word("node", "auto"), allowed="an integer of at least 1, 'node', 'auto'")
+    )
+    router_balance: Literal["auto", "rank", "global"] = setting("auto", read.word("auto", "rank", "global"))
+    router_bias_update_rate: float | None = setting(
+        None, read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
     )
     tensor_parallel_degree: int = setting(1, _DEGREE)
     tensor_parallel: Knob[TensorParallel, str | Fields] = _holds(TensorParallel)

@@ -6,21 +6,22 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-6.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
-7.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-8.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-9.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
-10. lay_out_contiguously: shards are stretches of a parameter's rows
-11. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-12. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
-13. shard_units: fully_shard of blocks, then roots, with our communication objects
-14. apply_fsdp_options: how far ahead units are gathered
-15. materialize: what is on the meta device, shard by shard
-16. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
-17. move_plain_tensors: what FSDP2 does not manage, to the device
-18. register_forward_methods: methods besides forward that gather
-19. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-20. AccumulationWindow: gradients from here on, with the hop across replicas
+6.  balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
+7.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
+8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+9.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
+10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
+11. lay_out_contiguously: shards are stretches of a parameter's rows
+12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+13. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
+14. shard_units: fully_shard of blocks, then roots, with our communication objects
+15. apply_fsdp_options: how far ahead units are gathered
+16. materialize: what is on the meta device, shard by shard
+17. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+18. move_plain_tensors: what FSDP2 does not manage, to the device
+19. register_forward_methods: methods besides forward that gather
+20. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+21. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.expert_parallel import DealtExperts, deal_experts
+from smp_core.expert_parallel import DealtExperts, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
 from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, units_with
@@ -120,6 +121,7 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
+    routers = balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
     recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
     casts = CastParameters(model, plan.replicated_casts, recomputed)
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
@@ -155,7 +157,7 @@ def parallelize_model(
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
-    parts = (mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+    parts = (mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline, routers)
     return ParallelModel(model, tuple(units), window, calls, replaced, *parts)
 
 

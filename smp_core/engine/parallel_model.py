@@ -19,6 +19,7 @@ from smp_core.comm import CommMeter, Traffic
 from smp_core.config import SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
 from smp_core.engine.subjects import lines_of_subjects
+from smp_core.expert_parallel import BalancedRouters
 from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages
 from smp_core.plan import Plan
@@ -52,6 +53,7 @@ class ParallelModel:
         context: splits its batches where ranks share sequences; None elsewhere.
         tensor: what is split over tensor ranks; None without.
         pipeline: the pipeline that this rank has a stage of; None without.
+        routers: what balances the routers of its experts.
         fp8_region: makes the context that another library's FP8 layers want around forward.
     """
 
@@ -70,6 +72,7 @@ class ParallelModel:
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
     tensor: SplitModel | None = None
     pipeline: Pipeline | None = None
+    routers: BalancedRouters | None = None
 
     @property
     def config(self) -> SmpConfig:
@@ -265,6 +268,8 @@ class ParallelModel:
         for model in models:
             if prepared and model.fp8 is not None:
                 model.fp8.follow(optimizer)
+            if prepared and model.routers is not None:
+                model.routers.follow(optimizer)
         return prepared
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ from smp_core.activations import ACTIVATIONS
 from smp_core.comm import COMMUNICATION
 from smp_core.context_parallel import CONTEXT_PARALLELISM
 from smp_core.engine.compile_rules import COMPILATION
-from smp_core.expert_parallel import EXPERT_PARALLELISM
+from smp_core.expert_parallel import EXPERT_PARALLELISM, ROUTER_BALANCE
 from smp_core.fp8 import FP8
 from smp_core.pipeline import PIPELINE_PARALLELISM
 from smp_core.plan import Plan, Subject
@@ -21,6 +21,7 @@ SUBJECTS: tuple[Subject, ...] = (
     SHARDING,
     COMMUNICATION,
     EXPERT_PARALLELISM,
+    ROUTER_BALANCE,
     PIPELINE_PARALLELISM,
     CONTEXT_PARALLELISM,
     TENSOR_PARALLELISM,

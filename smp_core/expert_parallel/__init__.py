@@ -2,7 +2,8 @@
 (docs/mixture-of-experts.md).
 
 The rules decide the degree; ``deal_experts`` (experts) gives each rank its experts, before FSDP2 shards those over the
-rest of the group; a dispatch (dispatch) moves rows to the ranks of their experts and back.
+rest of the group; a dispatch (dispatch) moves rows to the ranks of their experts and back; ``balance_routers``
+(balance) lets routers learn from all ranks' tokens, with and without expert ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
+    from smp_core.expert_parallel.balance import (
+        BalancedRouters as BalancedRouters,
+        Sums as Sums,
+        auxiliary_loss as auxiliary_loss,
+        balance_routers as balance_routers,
+    )
     from smp_core.expert_parallel.dispatch import (
         Dispatch as Dispatch,
         FlatDispatch as FlatDispatch,
         TwoHopDispatch as TwoHopDispatch,
     )
     from smp_core.expert_parallel.experts import DealtExperts as DealtExperts, deal_experts as deal_experts
-    from smp_core.expert_parallel.rules import EXPERT_PARALLELISM as EXPERT_PARALLELISM
+    from smp_core.expert_parallel.rules import (
+        EXPERT_PARALLELISM as EXPERT_PARALLELISM,
+        ROUTER_BALANCE as ROUTER_BALANCE,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

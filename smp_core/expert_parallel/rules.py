@@ -1,5 +1,5 @@
-"""Rules for expert parallelism: over how many ranks a layer's experts are dealt, and what it does not go together with
-yet."""
+"""Rules for expert parallelism (over how many ranks a layer's experts are dealt) and for routers (what balances them),
+and what they do not go together with yet."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from smp_core.config import Clash
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
 
 KNOB = "expert_parallel_degree"
+
+_STAGES: Clash[ModelDraft] = Clash(
+    "pipeline parallelism",
+    "pipeline stages",
+    asked_for("pipeline_parallel_degree", unless=1),
+    "write pipeline_parallel_degree=1, or leave it out",
+)
+_CAME_SHARDED: Clash[ModelDraft] = Clash(
+    "sharding",
+    "models that came sharded",
+    came_sharded,
+    "load it without distributed_config, and torch-smp shards it",
+)
 
 
 class ExpertParallelism(Subject):
@@ -95,6 +108,35 @@ class ExpertParallelism(Subject):
 
 
 EXPERT_PARALLELISM = ExpertParallelism()
+
+
+class RouterBalance(Subject):
+    """What balances a mixture's routers, as one of the subjects."""
+
+    name = "router balance"
+    page = "mixture-of-experts.md"
+    knobs = ("router_balance", "router_bias_update_rate")
+    part = "routers"
+    apart = (_STAGES, _CAME_SHARDED)
+
+    def settle(self, draft: ModelDraft) -> None:
+        """Resolve whose tokens an auxiliary loss is of.
+
+        Raises:
+            ValueError: what it is not built together with.
+        """
+        rate, asked = draft.knobs.router_bias_update_rate, draft.knobs.router_balance
+        if rate is not None:
+            self.require_together(draft, f"router_bias_update_rate={rate}")
+        if asked == "global":
+            self.require_together(draft, f"router_balance={asked!r}")
+        elif asked == "auto":
+            apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
+            whose, why = ("rank", apart[0]) if apart else ("global", "as in one process")
+            draft.settle("router_balance", whose, why)
+
+
+ROUTER_BALANCE = RouterBalance()
 
 
 def _allowed(draft: ModelDraft) -> list[int]:

@@ -111,6 +111,8 @@ VALUES: dict[str, Any] = {
     "shard_degree": st.integers(1, 64).map(lambda n: n * 6) | st.sampled_from(["node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 2, 3, 6]),
     "expert_parallel_degree": st.sampled_from([1, 2, 4, "node", "auto"]),
+    "router_balance": st.sampled_from(["auto", "rank", "global"]),
+    "router_bias_update_rate": st.none() | st.floats(1e-6, 1.0),
     "tensor_parallel_degree": st.integers(1, 9),
     "tensor_parallel": some(TensorParallel),
     "pipeline_parallel_degree": st.integers(1, 9),

@@ -164,6 +164,8 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
     ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
+    ("router balance", "pipeline stages"): {"knobs": {"router_balance": "global", **PIPELINE}},
+    ("router balance", "models that came sharded"): {"knobs": {"router_balance": "global"}, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},
         "given": True,

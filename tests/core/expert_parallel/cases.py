@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.engine.decide import decide
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
+from smp_core.plan import Cluster, Plan, Shapes
+from smp_core.topology import Topology
 from tests.core.expert_parallel import models as models  # makes its models known
 from tests.core.tensor_parallel.model_cases import (
     STEPS,
@@ -41,6 +45,11 @@ class Case:
             model = wide_when_computed_again(model)
         knobs = {"shard_degree": self.shard, "expert_parallel_degree": self.expert, **dict(self.knobs), **more}
         return parallelize(model, SmpConfig(**knobs), device=device or "cpu")
+
+
+def plan_of(model: nn.Module, world: int = 8, per_node: int = 4, **knobs: Any) -> Plan:
+    asked = SmpConfig(**{"shard_degree": 8, **knobs})
+    return decide(Shapes.of(model, asked), asked, Cluster(Topology.uniform(world, per_node), "cpu"))
 
 
 def problems(cases: list[Case]) -> list[list[str]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -118,9 +120,28 @@ def _frozen_words() -> nn.Module:
     return model
 
 
+def written_out(gate_logits: Any, num_experts: int, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
+    """The loss of all tokens in the dtype of its input; Transformers' own counts in float32."""
+    shares = torch.cat([layer.softmax(-1) for layer in gate_logits])
+    mask = torch.ones(len(shares)) if attention_mask is None else attention_mask.reshape(-1).repeat(len(gate_logits))
+    chosen = F.one_hot(shares.topk(top_k, -1).indices, num_experts).sum(1).to(shares)
+    weights = mask.to(shares)[:, None]
+    return num_experts * ((chosen * weights).sum(0) * (shares * weights).sum(0)).sum() / weights.sum() ** 2
+
+
+def balanced(exact: bool = True) -> nn.Module:
+    """A Mixtral with an auxiliary loss that its gradients are half of."""
+    model: Any = _family("Mixtral")
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    if exact:
+        sys.modules[type(model).__module__].load_balancing_loss_func = written_out  # type: ignore[attr-defined]
+    return model
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
     "own experts": OwnModel,
     "one expert takes all": functools.partial(OwnModel, to_one=True),
     "frozen words": _frozen_words,
 }
-MODELS.update({**{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
+BALANCED = {"balanced": balanced, "balanced in float32": functools.partial(balanced, exact=False)}
+MODELS.update({**BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

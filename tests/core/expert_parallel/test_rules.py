@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.config import SmpConfig
-from smp_core.engine.decide import decide
-from smp_core.plan import Cluster, Plan, Shapes
-from smp_core.topology import Topology
+from tests.core.expert_parallel.cases import plan_of
 from tests.core.expert_parallel.models import OwnExperts, OwnModel
 
 
@@ -49,11 +46,6 @@ class Odd(OwnModel):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].experts.matrices = nn.Parameter(torch.zeros(4, 3, 3))
-
-
-def plan_of(model: nn.Module, world: int = 8, per_node: int = 4, **knobs: Any) -> Plan:
-    asked = SmpConfig(**{"shard_degree": 8, **knobs})
-    return decide(Shapes.of(model, asked), asked, Cluster(Topology.uniform(world, per_node), "cpu"))
 
 
 @pytest.mark.parametrize(

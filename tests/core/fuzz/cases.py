@@ -73,6 +73,8 @@ _LAYERS = "needs models with layers to split: tests/core/tensor_parallel"
 NOT_DRAWN: dict[str, str] = {
     **dict.fromkeys(DEGREES.values(), _AXES),
     "expert_parallel_degree": "needs a mixture of experts: tests/core/expert_parallel",
+    "router_balance": "needs a mixture of experts: tests/core/expert_parallel",
+    "router_bias_update_rate": "needs a mixture of experts: tests/core/expert_parallel",
     "collectives.context_head_groups": _SEQUENCES,
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,

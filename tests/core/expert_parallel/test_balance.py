@@ -1,0 +1,162 @@
+"""Routers learn from all ranks' tokens: auxiliary losses and biases of one process, to 1e-12 in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_core.comm import CommMeter
+from smp_core.expert_parallel import Sums, auxiliary_loss
+from smp_core.topology import Topology
+from tests.core.expert_parallel.cases import Case, assert_like_one_process, plan_of
+from tests.core.expert_parallel.models import EXPERTS, OwnModel, written_out
+from tests.core.tensor_parallel.model_cases import (
+    Wide,
+    alone,
+    batches,
+    build,
+    differences,
+    full,
+    loss_of,
+    optimizer_of,
+    together,
+)
+from tests.harness import run_ranks
+
+RATE, BIAS = 0.05, "e_score_correction_bias"
+
+
+def test_auxiliary_losses_are_those_of_one_process() -> None:
+    """1e-12: sums in another order, in float64. Of all ranks, also where experts are gathered."""
+    layouts = [(2, 1), (4, 2), (2, 2)]
+    cases = [Case("balanced", shard, expert, micro_batches=1 + expert) for shard, expert in layouts]
+    context = (("context_parallel_degree", 2),)
+    assert_like_one_process([*cases, Case("balanced", 4, 2, knobs=context)])
+
+
+def with_transformers_own() -> list[list[str]]:
+    """What is further off than 1e-6 from Transformers' own function, and than 1e-3 with each rank's own loss."""
+    expected = alone("balanced in float32", 1)
+    found = [differences(together(Case("balanced in float32", 2, 2)), expected, 1e-6)]  # type: ignore[arg-type]
+    own = Case("balanced in float32", 2, 2, knobs=(("router_balance", "rank"),))
+    return [*found, differences(together(own), expected, 1e-3)]  # type: ignore[arg-type]
+
+
+def test_ranks_own_losses_are_others() -> None:
+    """1e-6: Transformers counts and adds up in float32."""
+    for found, own in run_ranks(with_transformers_own, 4, ranks_per_node=2):
+        assert found == []
+        assert any(".gate.weight" in line for line in own)
+
+
+def masked() -> tuple[float, torch.Tensor, bytes]:
+    """The mean over ranks of a loss with padding, unevenly much on each, its gradient, and what was sent."""
+    meter = CommMeter(Topology.uniform(4, 2), dist.get_rank(), "cpu")
+    logits, mask = case_of(dist.get_rank())
+    loss = auxiliary_loss(list(logits), EXPERTS, 2, mask, Sums(dist.group.WORLD, meter))
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    meter.close_step()
+    return float(mean / 4), logits.grad / 4, meter.per_step()  # type: ignore[return-value]
+
+
+def case_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    logits = torch.randn(3, 10, EXPERTS, dtype=torch.float64, generator=generator, requires_grad=True)
+    return logits, torch.arange(10).view(2, 5) <= 2 * rank
+
+
+def test_padding_counts_nowhere() -> None:
+    """1e-12: sums in another order. Rank 0 has one token, rank 3 seven."""
+    logits, masks = zip(*map(case_of, range(4)), strict=True)
+    expected = written_out(torch.cat(logits, 1), EXPERTS, 2, torch.cat(masks))
+    expected.backward()
+    for rank, (loss, gradient, sent) in enumerate(run_ranks(masked, 4, ranks_per_node=2)):
+        assert loss == pytest.approx(float(expected.detach()), abs=1e-12)
+        assert (gradient - logits[rank].grad).abs().max() < 1e-12
+        assert sum(value for name, value in sent.items() if name.startswith("router_all_reduce")) > 0
+
+
+def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:
+    """Weights and biases of one process that counts what its routers return."""
+    model: Any = build("DeepseekV3")
+    optimizer = optimizer_of(model)
+    chosen: dict[str, list[torch.Tensor]] = {}
+    gates = {name: module for name, module in model.named_modules() if hasattr(module, BIAS)}
+    for name, gate in gates.items():
+        chosen[name] = []
+        gate.register_forward_hook(lambda _, args, output, kept=chosen[name]: kept.append(output[2]))
+    for micro in batches(micro_batches, steps):
+        for tokens in micro:
+            with Wide():
+                (loss_of(model, tokens) / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, gate in gates.items():
+            counts = torch.cat([each.flatten() for each in chosen[name]]).bincount(minlength=EXPERTS).double()
+            getattr(gate, BIAS).add_(RATE * (counts.mean() - counts).sign())
+            chosen[name].clear()
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def biased(cases: list[Case]) -> list[list[str]]:
+    found = []
+    for case in cases:
+        seen = together(case)  # type: ignore[arg-type]
+        expected = with_biases(case.micro_batches, case.steps)
+        assert seen.weights.keys() == expected.keys()
+        biases = [value for name, value in expected.items() if name.endswith(BIAS)]
+        assert biases and all(value.abs().max() > 0 for value in biases)
+        worst = {name: (value - expected[name]).abs().max() for name, value in seen.weights.items()}
+        found.append([f"{case}: {name} is {value:.3g} off" for name, value in worst.items() if not value <= 1e-12])
+    return found
+
+
+def test_biases_move_by_the_choices_of_all_ranks() -> None:
+    """1e-12: sums in another order. Recomputation sends tokens through routers twice."""
+    rate = ("router_bias_update_rate", RATE)
+    cases = [
+        Case("DeepseekV3", 2, 2, knobs=(rate,), steps=3),
+        Case("DeepseekV3", 4, 1, micro_batches=2, knobs=(rate, ("activations", "full")), steps=3),
+    ]
+    for found in run_ranks(biased, 4, cases, ranks_per_node=2, timeout=600):
+        assert [line for lines in found for line in lines] == []
+
+
+def refusals() -> list[str]:
+    """What is refused of models, and which lines are said of one."""
+    told = []
+    for kind, knobs in [
+        ("own experts", {"router_balance": "global"}),
+        ("Mixtral", {"router_bias_update_rate": RATE}),
+    ]:
+        with pytest.raises(ValueError) as error:
+            Case(kind, 2, 1, knobs=tuple(knobs.items())).parallel()
+        told.append(str(error.value))
+    model = Case("DeepseekV3", 2, 1, knobs=(("router_bias_update_rate", RATE),)).parallel()
+    return [
+        *told,
+        model.describe(),
+        Case("balanced", 2, 1).parallel().describe(),
+        Case("Mixtral", 2, 1).parallel().describe(),
+    ]
+
+
+def test_what_has_no_effect_is_refused_and_what_has_is_said() -> None:
+    no_loss, no_bias, biases, losses, neither = run_ranks(refusals, 2)[0]
+    assert "router_balance='global': OwnModel holds no Transformers model whose auxiliary loss" in no_loss
+    assert f"router_bias_update_rate={RATE}: no router of MixtralForCausalLM has a bias" in no_bias
+    assert f"biases of 1 routers move by {RATE} in a step" in biases
+    assert "auxiliary losses of routers over all ranks' tokens" in losses
+    assert "router" not in neither
+
+
+@pytest.mark.parametrize("knobs", [{"router_balance": "global"}, {"router_bias_update_rate": RATE}])
+def test_stages_are_refused(knobs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="write pipeline_parallel_degree=1, or leave it out"):
+        plan_of(OwnModel(), pipeline_parallel_degree=2, shard_degree=4, **knobs)
