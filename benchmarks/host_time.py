@@ -41,7 +41,7 @@ CASES = [(8, 9), (8, 16), (512, 9), (512, 16)]
 
 
 class Block(nn.Module):
-    """As many matrices as parameters but two, which are those of norms."""
+    """Layers with as many parameters as asked, of which two are those of norms."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()

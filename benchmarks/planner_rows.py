@@ -90,7 +90,7 @@ def published(path: Path, program: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much faster partition groups were than one group of all devices.
+    """A measured gain of partition groups over one group of all devices.
 
     Attributes:
         group: devices of a partition group.

@@ -104,7 +104,7 @@ class _Switched:
 
 
 class BalancedRouters:
-    """What is done about a model's routers.
+    """The sums and biases that balance a model's routers.
 
     Attributes:
         losses: classes of models whose auxiliary loss is that of all ranks' tokens.

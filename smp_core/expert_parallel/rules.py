@@ -111,7 +111,7 @@ EXPERT_PARALLELISM = ExpertParallelism()
 
 
 class RouterBalance(Subject):
-    """What balances a mixture's routers, as one of the subjects."""
+    """Router balance, as one of the subjects."""
 
     name = "router balance"
     page = "mixture-of-experts.md"

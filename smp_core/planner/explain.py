@@ -144,7 +144,7 @@ def _caption(found: Recommendation) -> str:
         lines.append(
             f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
             f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
-            "device sends in a step. Sharded like the rest, they are gathered whole: expert parallelism is not built."
+            "device sends in a step. Planned as gathered whole: expert_parallel_degree is not searched."
         )
     return "\n".join(lines)
 

@@ -321,10 +321,11 @@ class _ShownUnit:
     def outlasting(self, output: Any) -> Any:
         """Return what a forward gave, with tensors of their own for views of gathered parameters, whose memory is freed
         behind it; None where it holds no such view."""
-        gathered = {copy.untyped_storage().data_ptr() for copy in self._group.copies() if copy is not None}
+        # By the objects themselves, which live as long as their memory: fake tensors have no address.
+        gathered = {id(copy.untyped_storage()) for copy in self._group.copies() if copy is not None}
 
         def is_view(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage().data_ptr() in gathered
+            return id(tensor.untyped_storage()) in gathered
 
         if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
             return None

@@ -104,7 +104,7 @@ def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss
     # Gathered forward and backward in bfloat16, and reduced in float32, by a ring of four; the root is gathered once.
     assert experts["sent_bytes"] == pytest.approx(matrices * (2 + 2 + 4) * 3 / 4, rel=0.02)
     assert experts["state_bytes"] == pytest.approx(matrices * 16 / 4, rel=0.02)
-    assert "expert parallelism is not built" in str(table(found).caption)
+    assert "expert_parallel_degree is not searched" in str(table(found).caption)
 
 
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
