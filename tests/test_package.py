@@ -70,7 +70,8 @@ def test_the_wheel_has_the_packages_and_nothing_else(dist: Path) -> None:
 @pytest.mark.slow
 def test_the_sdist_has_documentation_examples_tests_and_the_changelog(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     folders = ("docs", "examples", "benchmarks", "tests")
     listing = ["git", "ls-files", *folders]
     files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
