@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite docs package clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,25 @@ quick: $(STAMP) ## the tests that start no processes, for the desk
 test-slow: $(STAMP) ## the full matrices
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
+# The site and the package need none of what training needs: each has an environment of its own.
+$(VENV)-docs/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+docs: $(VENV)-docs/.installed ## build the site into site/; a warning or a broken link fails
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
+
+$(VENV)-package/.installed:
+	$(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	@touch $@
+
+package: $(VENV)-package/.installed ## build sdist and wheel into dist/ and check them
+	rm -rf dist
+	$(VENV)-package/bin/python -m build --quiet
+	$(VENV)-package/bin/twine check --strict dist/*
+
 clean: ## remove caches, build products and .venv
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-package build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

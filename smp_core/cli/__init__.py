@@ -12,7 +12,7 @@ from smp_core import lazy_exports
 from smp_core.cli.cli import application
 
 if TYPE_CHECKING:
-    from smp_core.cli.cli import application as application, main as main
+    from smp_core.cli.cli import application as application, main as main, outline as outline
     from smp_core.cli.doctor import findings as findings, table_of as table_of
 else:
     _export, __all__ = lazy_exports(__name__, __file__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from smp_core.checkpoint import save_checkpoint
-from smp_core.cli import app
+from smp_core.cli import app, outline
+from tests.harness import ROOT
 
 NONSENSE = [
     (["nonsense"], "No such command"),
@@ -58,3 +61,24 @@ def test_what_cannot_be_done_is_a_short_error(here: Path, arguments: list[str], 
 def test_the_version_is_said() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert done.exit_code == 0 and done.output == f"torch-smp {metadata.version('torch-smp')}\n"
+
+
+@pytest.mark.parametrize("typed", ["", "--help", "--version", "nonsense"])
+def test_the_list_of_commands_and_the_version_do_not_import_torch(typed: str) -> None:
+    program = "import sys, atexit; from smp_core.cli import main; atexit.register(lambda: print(*sys.modules)); main()"
+    command = [sys.executable, "-c", program, *typed.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    said, loaded = done.stdout.rpartition("\n")[0], done.stdout.split()
+    assert "smp_core.cli.cli" in loaded and "torch" not in loaded, done.stderr
+    expected = {"--version": "torch-smp 0", "nonsense": ""}.get(typed, "verify")
+    assert expected in said
+
+
+def words_of(page: str) -> list[str]:
+    """Its words without the frame; a docstring's line may end earlier than the page's."""
+    return page.replace("│", "").split()
+
+
+def test_the_list_of_commands_is_the_same_without_them() -> None:
+    with_commands, without = (CliRunner().invoke(made, ["--help"], env={"COLUMNS": "400"}) for made in (app, outline()))
+    assert with_commands.exit_code == 0 and words_of(without.output) == words_of(with_commands.output)
