@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
@@ -321,11 +322,14 @@ class _ShownUnit:
     def outlasting(self, output: Any) -> Any:
         """Return what a forward gave, with tensors of their own for views of gathered parameters, whose memory is freed
         behind it; None where it holds no such view."""
-        # By the objects themselves, which live as long as their memory: fake tensors have no address.
-        gathered = {id(copy.untyped_storage()) for copy in self._group.copies() if copy is not None}
+        # Objects are compared, and kept meanwhile: fake tensors have no address.
+        storages = [copy.untyped_storage() for copy in self._group.copies() if copy is not None]
 
         def is_view(tensor: torch.Tensor) -> bool:
-            return id(tensor.untyped_storage()) in gathered
+            if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
+                return False  # split tokens would be gathered for the question
+            own = tensor.untyped_storage()
+            return any(own is storage for storage in storages)
 
         if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
             return None
