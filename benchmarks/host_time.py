@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from machine import about
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -130,9 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "benchmark": "host_time",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no accelerator",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **about("host_time"),
         "goal": GOAL,
         "pairs": args.pairs,
         "results": [],

@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from machine import about
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -182,9 +182,7 @@ def main() -> None:
             print("PAIRS", json.dumps(pairs), flush=True)
         return
     report: dict[str, Any] = {
-        "benchmark": "overhead",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no accelerator",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **about("overhead"),
         "model": {**CONFIG, "parameters": sum(p.numel() for p in gpt2().parameters())},
         "goal": GOAL,
         "results": {},

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import warnings
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from cluster.lab_model import Sleep
 from lightning.pytorch import LightningModule, Trainer
+from machine import about
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -147,9 +147,7 @@ def main() -> None:
             print("REPORT", json.dumps(report), flush=True)
         return
     result: dict[str, Any] = {
-        "benchmark": "pipeline_bubble",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no accelerator",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **about("pipeline_bubble"),
         "emulated": {"blocks": BLOCKS, "forward_ms": args.milliseconds, "backward_ms": 2 * args.milliseconds},
         "steps": args.steps - 1,
         "goal": WITHIN,

@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from cluster.lab_model import Sleep
+from machine import about
 from torch import nn
 
 from smp_core.config import SmpConfig
@@ -141,9 +141,7 @@ def main() -> None:
             print("REPORT", json.dumps(seconds), flush=True)
         return
     result: dict[str, Any] = {
-        "benchmark": "pipeline_messages",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no accelerator",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **about("pipeline_messages"),
         "emulated": {"forward_ms": 1e3 * FORWARD, "message_ms": ROWS * WIDTH * 32 / RATE_MBIT / 1e3},
         "rounds": args.rounds,
         "results": [],

@@ -103,14 +103,16 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
         hardware = Hardware(max(gpus // 4, 1), min(gpus, 4), DEVICES["h200"], 1600)
         trace = traced(json.dumps(llama_fields(row)))
-        kept: dict[str, Any] = {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}
+        kept: dict[str, Any] = {}
+        if shard > 1:
+            kept = {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}
         asked = SmpConfig(
             shard_degree=shard,
             tensor_parallel_degree=tensor,
             activations="full",
             # One GPU alone has no FSDP2 there: gradients are what autograd leaves.
             reduce_dtype="float32" if gpus > 1 else "bfloat16",
-            **(kept if shard > 1 else {}),
+            **kept,
         )
         plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
         counts = kempner_batch(row)

@@ -31,7 +31,7 @@ from smp_core.sharding.optimizer.grad_norm import grad_norm
 from smp_core.sharding.weights import broadcast_from_rank_0
 from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.tensor_parallel import SplitModel
-from smp_core.torch_facts import clean_name, is_absent, load_host_master, model_parameter, with_host_master
+from smp_core.torch_facts import clean_name, is_absent, lies_in, load_host_master, model_parameter, with_host_master
 
 logger = logging.getLogger("smp")
 
@@ -97,7 +97,7 @@ class ParallelModel:
         """Call a submodule by itself, outside of the model's forward, with the parameters of its unit unsharded.
         Collective."""
         name = next(name for name, module in self.module.named_modules() if module is submodule)
-        holding = [unit for unit in self.units if f"{name}.".startswith(f"{unit.name}." if unit.name else "")]
+        holding = [unit for unit in self.units if lies_in(name, unit.name)]
         if not holding:
             return submodule(*args, **kwargs)
         unit = max(holding, key=lambda unit: len(unit.name))

@@ -27,7 +27,7 @@ from torch import nn
 
 from smp_core.comm import CommMeter, FlatAllReduce
 from smp_core.plan import Plan
-from smp_core.torch_facts import after_each_step
+from smp_core.torch_facts import after_each_step, lies_in
 from smp_core.watch import here
 
 logger = logging.getLogger("smp")
@@ -106,18 +106,13 @@ class _Switched:
 class BalancedRouters:
     """The sums and biases that balance a model's routers.
 
-    Attributes:
-        losses: classes of models whose auxiliary loss is that of all ranks' tokens.
-        biased: the names of routers whose bias is updated.
+    Args:
+        shares_losses: whether there are auxiliary losses, and they are those of all ranks' tokens.
+        biases: those that are updated; None: none.
     """
 
-    def __init__(self, losses: Sequence[str], are_on: bool, biases: Biases | None) -> None:
-        self.losses = tuple(losses)
-        self._are_on, self._biases = are_on, biases
-
-    @property
-    def biased(self) -> tuple[str, ...]:
-        return () if self._biases is None else self._biases.names
+    def __init__(self, shares_losses: bool, biases: Biases | None) -> None:
+        self._shares_losses, self._biases = shares_losses, biases
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update biases after each step of the model's first optimizer."""
@@ -127,10 +122,10 @@ class BalancedRouters:
     def describe(self) -> str:
         """Describe it for people; empty where it does nothing."""
         lines = []
-        if self.losses and self._are_on:
+        if self._shares_losses:
             lines.append("auxiliary losses of routers over all ranks' tokens")
         if self._biases is not None:
-            lines.append(f"biases of {len(self.biased)} routers move by {self._biases.rate:g} in a step")
+            lines.append(f"biases of {len(self._biases.names)} routers move by {self._biases.rate:g} in a step")
         return "\n".join(lines)
 
 
@@ -146,16 +141,15 @@ def balance_routers(
         ValueError: the model has no loss, or no biases, of the kind that was asked for.
     """
     knobs, sums = plan.knobs, Sums(group, meter)
-    shared, others, are_on = [], [], False
+    shared, others = [], []
     for module in model.modules():
         known = _globals_with_loss(module)
         if known is None:
             continue
         is_on = bool(getattr(getattr(module, "config", None), "output_router_logits", False))
-        are_on = are_on or is_on
         if knobs.router_balance == "global" and _is_known(known[_LOSS]):
             _share(module, known, sums)
-            shared.append(type(module).__name__)
+            shared.append(is_on)
         elif is_on:
             others.append(type(module).__name__)
     if knobs.asked("router_balance") == "global" and not shared:
@@ -172,7 +166,7 @@ def balance_routers(
         )
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
-    return BalancedRouters(shared, are_on, biases)
+    return BalancedRouters(any(shared), biases)
 
 
 def _globals_with_loss(module: nn.Module) -> dict[str, Any] | None:
@@ -265,7 +259,7 @@ def _experts_near(name: str, plan: Plan, size: int, rate: float) -> str:
     """Return the experts that a bias is for: those in the smallest part of the model that holds both."""
     around = name
     while True:
-        inside = [site for site in plan.shapes.experts if f"{site.name}.".startswith(f"{around}." if around else "")]
+        inside = [site for site in plan.shapes.experts if lies_in(site.name, around)]
         if inside:
             break
         if not around:

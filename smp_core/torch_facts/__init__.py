@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         clean_name as clean_name,
         compiled_of as compiled_of,
         is_compiled as is_compiled,
+        lies_in as lies_in,
         uncompiled as uncompiled,
     )
     from smp_core.torch_facts.stepped import (

@@ -17,6 +17,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def lies_in(name: str, module: str) -> bool:
+    """Return whether a module or parameter is ``module`` or in it, by their names; "" is the whole model."""
+    return not module or f"{name}.".startswith(f"{module}.")
+
+
 def compiled_of(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile`` wrapped, if ``module`` is what it returned; otherwise None."""
     found = getattr(module, _COMPILED, None)

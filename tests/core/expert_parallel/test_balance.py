@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm import CommMeter
+from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from smp_core.expert_parallel import Sums, auxiliary_loss
 from smp_core.topology import Topology
 from tests.core.expert_parallel.cases import Case, assert_like_one_process, plan_of
@@ -138,6 +140,12 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError) as error:
             Case(kind, 2, 1, knobs=tuple(knobs.items())).parallel()
         told.append(str(error.value))
+    half: Any = build("DeepseekV3")
+    for gate in [module for module in half.modules() if hasattr(module, BIAS)]:
+        gate.register_buffer(BIAS, getattr(gate, BIAS).bfloat16())
+    with pytest.raises(ValueError) as error:
+        parallelize(half, SmpConfig(shard_degree=2, router_bias_update_rate=RATE))
+    told.append(str(error.value))
     model = Case("DeepseekV3", 2, 1, knobs=(("router_bias_update_rate", RATE),)).parallel()
     return [
         *told,
@@ -148,9 +156,13 @@ def refusals() -> list[str]:
 
 
 def test_what_has_no_effect_is_refused_and_what_has_is_said() -> None:
-    no_loss, no_bias, biases, losses, neither = run_ranks(refusals, 2)[0]
+    no_loss, no_bias, half, biases, losses, neither = run_ranks(refusals, 2)[0]
     assert "router_balance='global': OwnModel holds no Transformers model whose auxiliary loss" in no_loss
     assert f"router_bias_update_rate={RATE}: no router of MixtralForCausalLM has a bias" in no_bias
+    assert (
+        f"router_bias_update_rate={RATE}: " in half
+        and f"{BIAS} is torch.bfloat16, in which small steps are lost" in half
+    )
     assert f"biases of 1 routers move by {RATE} in a step" in biases
     assert "auxiliary losses of routers over all ranks' tokens" in losses
     assert "router" not in neither
