@@ -42,6 +42,10 @@ from smp_core.watch.whereabouts import StallWatch, here, innermost_user_line
 logger = logging.getLogger("smp")
 T = TypeVar("T")
 
+# What the error of an accelerator says whose own check has failed.
+_DEVICE_STOPPED = "device-side assert"
+# Intervals that a rank waits for what others tell of windows, where its device has stopped.
+_TELLING = 8
 # Intervals that a keeper's board stays for ranks that do not notice that the keeper ends.
 _GOODBYES = 20
 _UNEVEN = (
@@ -166,10 +170,33 @@ class RankWatch:
         if not looks_like_a_lost_peer(error):
             self._failure = f"{type(error).__name__}: {error}{_place(error)}"
             self._beat()
-            return None
+            return self._find_difference() if _DEVICE_STOPPED in str(error).lower() else None
         self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with ignoring_sigterm():
             return self._find_out()
+
+    def _find_difference(self) -> str | None:
+        """Compare what ranks tell of their last windows, where a device has stopped: it does so where they differ, and
+        cannot say more. None if they tell the same."""
+        own = {str(number): window.told for number, window in here.compared.items()}
+        for board in self.boards:
+            _attempt(board.set, f"windows/{self._runs}/{self.rank}", own)
+        told = self._await_windows({rank for window in here.compared.values() for rank in window.ranks})
+        for number, window in here.compared.items():
+            of_window = {rank: theirs[str(number)] for rank, theirs in told.items() if str(number) in theirs}
+            if found := window.difference(of_window):
+                return self._tell(found)
+        return None
+
+    def _await_windows(self, ranks: set[int]) -> dict[int, dict[str, list[Any]]]:
+        """Return what ranks tell of their last windows, by their numbers: of those that do within some intervals."""
+        ordered, deadline = sorted(ranks), time.monotonic() + _TELLING * self.interval
+        keys = [f"windows/{self._runs}/{rank}" for rank in ordered]
+        while True:
+            told = next((found for board in self.boards if (found := _attempt(board.values_of, keys))), [])
+            if (told and None not in told) or time.monotonic() >= deadline:
+                return {rank: each for rank, each in zip(ordered, told, strict=False) if each is not None}
+            time.sleep(self.interval / 50)  # soon: torch's watchdog over NCCL ends processes whose device has stopped
 
     def _find_out(self) -> str | None:
         if told := self._told():
@@ -413,7 +440,7 @@ def end_within(seconds: float) -> None:
 def looks_like_a_lost_peer(error: BaseException) -> bool:
     """Return whether an error came from a collective that lost its peer, and not from this rank itself."""
     text = str(error).lower()
-    own = ("out of memory", "calloc", "unhandled cuda error", "invalid usage", "peer access", "device-side assert")
+    own = ("out of memory", "calloc", "unhandled cuda error", "invalid usage", "peer access", _DEVICE_STOPPED)
     if any(sign in text for sign in own):
         return False  # also where NCCL says so
     signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")

@@ -27,7 +27,7 @@ import socket
 import threading
 from asyncio import StreamReader, StreamWriter
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, TimeoutError as NoAnswer
 from typing import Any, NamedTuple, TypeVar
 
@@ -244,6 +244,10 @@ class Board:
     def get(self, key: str) -> Any:
         """Return a value; None where there is none."""
         return self._ask("get", [key])[0]
+
+    def values_of(self, keys: Sequence[str]) -> list[Any]:
+        """Return several values; None where there is none."""
+        return list(self._ask("get", list(keys)))
 
     def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
         """Return the last sign of life of each of ``ranks``, as it was set for the key ``beat/RANK``."""

@@ -21,7 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # torch comes with it, and `smp report` does without
     from smp_core.watch.signs import Board, Sign
@@ -56,6 +56,22 @@ HINT = "all of them have to call the same units; what some leave out belongs int
 Signs = dict[int, "Sign"]
 # Numbers of collectives that a rank which waits shows to the others, to find where they went apart.
 _SHOWN = 2048
+# Windows that are kept: a device stops in one while its host is in the next.
+_KEPT_WINDOWS = 4
+
+
+class Compared(NamedTuple):
+    """A window whose comparison only the device knows.
+
+    Args:
+        told: what this rank would say of it, as JSON.
+        ranks: those to compare with.
+        difference: says in words where ranks differ, by what each said; "" where nowhere.
+    """
+
+    told: Sequence[Any]
+    ranks: Sequence[int]
+    difference: Callable[[Mapping[int, Sequence[Any]]], str]
 
 
 class Whereabouts:
@@ -71,6 +87,7 @@ class Whereabouts:
         waited: seconds in all that the host waited.
         doing: says what this rank waits for; None: for nothing.
         window_began: when the first pass of the present window did; None: it has not.
+        compared: the last windows that devices compared, by their number, which is the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -84,13 +101,15 @@ class Whereabouts:
         self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)
         self.window_began: float | None = None
+        self.compared: dict[int, Compared] = {}
         self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
         self._place = ""
         self._since = time.monotonic()
 
     def start(self) -> None:
-        """Begin to be watched: what this rank did before is no waiting."""
+        """Begin to be watched: what this rank did before is no waiting, and is not compared."""
         self.events += 1
+        self.compared.clear()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -119,6 +138,14 @@ class Whereabouts:
         if measured and self.window_began is not None:
             self._windows.append(time.monotonic() - self.window_began)
         self.window_began, self.micro_batch = None, 1
+
+    def keep_window(
+        self, told: Sequence[Any], ranks: Sequence[int], difference: Callable[[Mapping[int, Sequence[Any]]], str]
+    ) -> None:
+        """Keep what :class:`Compared` says. All ranks keep the same windows."""
+        number = max(self.compared, default=0) + 1
+        self.compared[number] = Compared(told, ranks, difference)
+        self.compared.pop(number - _KEPT_WINDOWS, None)
 
     def patience(self) -> float:
         """Return the seconds of waiting after which something is said: ten times the slowest of the last windows."""

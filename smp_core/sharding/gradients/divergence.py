@@ -6,21 +6,26 @@ all-reduce, which carries other flags too, compares any number of groups. In the
 window runs: one that gave a window up alone would add its gradients to those of another window. And all compare which
 parameters they train, whose gradients lie side by side in what is added up. Only where ranks differ do they exchange
 what they issued, or what they train.
+
+The host of an accelerator does not wait for the comparison: the device itself stops, with an assertion behind which no
+collective can be issued. What the host told is then exchanged by the watch over the ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import Axis, SmpMesh
+from smp_core.cluster import PARTITION, Axis, SmpMesh
 from smp_core.comm import IssuedCollectives, first_to_differ
 from smp_core.torch_facts import streams
-from smp_core.watch import ranks_in_words
+from smp_core.watch import here, ranks_in_words
 
 _GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
 _UNTOLD = 0  # torch's fake groups carry nothing
@@ -112,6 +117,33 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
     issued.forget()
 
 
+class WindowRecord(NamedTuple):
+    """A rank's part of a window, for the others once ranks differ, in numbers and strings only.
+
+    Args:
+        window: its number.
+        replica: that the rank is of.
+        older: the checksum of what is not kept of what it issued.
+        numbers: the rest of what it issued.
+        trained: names of what it trains.
+    """
+
+    window: int
+    replica: int
+    older: int
+    numbers: list[int]
+    trained: list[str]
+
+
+def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]) -> None:
+    """Keep what this rank would say of the window, in case the device stops at it."""
+    own = WindowRecord(issued.windows, mesh.replicate_rank, *issued.recent(), list(trained))
+    # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
+    of_replica = mesh.layout.ranks(mesh.rank, *PARTITION, Axis.TENSOR)
+    ranks = {*of_replica, *mesh.layout.ranks(mesh.rank, Axis.REPLICATE)}
+    here.keep_window(own, sorted(ranks), functools.partial(_difference, issued))
+
+
 def difference_in_words(
     issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor, trained: Sequence[str] = ()
 ) -> str:
@@ -122,10 +154,15 @@ def difference_in_words(
         told: the maxima of what all told.
     """
     differs, found = differing(told.tolist()), ""
-    if any(differs[:-1]):
-        found = _first_difference(issued, mesh, differs)
-    elif differs[-1]:
-        found = _first_other_parameter(mesh, trained)
+    if any(differs):
+        issues_other, trains_other = differs[mesh.replicate_rank], differs[-1]
+        recent = issued.recent() if issues_other else (0, [])
+        own = WindowRecord(issued.windows, mesh.replicate_rank, *recent, list(trained) if trains_other else [])
+        everyone = [own] * dist.get_world_size(mesh.model_group)
+        dist.all_gather_object(everyone, own, group=mesh.model_group)
+        found = _difference(issued, dict(zip(dist.get_process_group_ranks(mesh.model_group), everyone, strict=True)))
+        issued.windows = max(each.window for each in everyone)  # from here on in the same one again
+        issued.forget()
     if mesh.pipeline_degree == 1:
         return found
     of_stages = [found] * mesh.pipeline_degree
@@ -133,39 +170,38 @@ def difference_in_words(
     return " ".join(dict.fromkeys(filter(None, of_stages)))
 
 
-def _first_other_parameter(mesh: SmpMesh, trained: Sequence[str]) -> str:
-    """Return a parameter that some ranks train and others do not, in words. Collective over the ``model_group``."""
-    group = mesh.model_group
-    everyone: list[Sequence[str]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, trained, group=group)
-    by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    name = next(name for name in names if not all(name in theirs for theirs in everyone))
-    ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
-    bare = name.removesuffix(HOOK)
-    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
-
-
-def _first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
-    """Return the words of this pipeline stage. Collective over its ``model_group``.
+def _difference(issued: IssuedCollectives, by_rank: Mapping[int, Sequence[object]]) -> str:
+    """Return where ranks differ, in words; "" if nowhere.
 
     Args:
-        differs: what :func:`differing` returned.
+        issued: of this rank, for the names of units.
+        by_rank: a :class:`WindowRecord` of each rank, or its fields.
     """
-    group = mesh.model_group
-    own = issued.recent() if differs[mesh.replicate_rank] else None
-    everyone: list[tuple[int, int, tuple[int, list[int]] | None]] = [(0, 0, None)] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (issued.windows, mesh.replicate_rank, own), group=group)
-    by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
+    told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
+    # Windows of other numbers have other collectives.
     by_window: dict[int, list[int]] = {}
-    for rank, (window, replica, recent) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
-        by_window.setdefault(window, []).append(rank)
-        if recent is not None:
-            by_replica.setdefault(replica, {})[rank] = recent
-    issued.windows = max(by_window)  # from here on in the same one again
-    issued.forget()
+    for rank, each in told.items():
+        by_window.setdefault(each.window, []).append(rank)
     if len(by_window) > 1:
         numbers = (f"{ranks_in_words(ranks)} window {window + 1}" for window, ranks in sorted(by_window.items()))
         return _OTHER_WINDOWS.format("; ".join(numbers))
+    # Ranks of a replica issue the same.
+    by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
+    for rank, each in told.items():
+        by_replica.setdefault(each.replica, {})[rank] = each.older, each.numbers
     found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]
-    return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"
+    if found:
+        return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"
+    # All ranks train the same.
+    return _first_other_parameter({rank: each.trained for rank, each in told.items()})
+
+
+def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
+    """Return a parameter that some ranks train and others do not, in words; "" if there is none."""
+    names = dict.fromkeys(name for theirs in by_rank.values() for name in theirs)
+    name = next((name for name in names if not all(name in theirs for theirs in by_rank.values())), None)
+    if name is None:
+        return ""
+    ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
+    bare = name.removesuffix(HOOK)
+    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")

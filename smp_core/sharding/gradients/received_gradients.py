@@ -25,6 +25,7 @@ from smp_core.sharding.gradients.divergence import (
     any_differs,
     difference_in_words,
     differing,
+    leave_to_device,
     on_any_stage,
     stop_device_where_differing,
     told_by,
@@ -112,6 +113,7 @@ class Told:
         if self._mesh.pipeline_degree > 1:
             self._vetoed, differs = on_any_stage([self._vetoed, differs], self._mesh)
         if isinstance(differs, torch.Tensor) and streams.run_behind(differs.device):
+            leave_to_device(self._issued, self._mesh, self._trained)
             stop_device_where_differing(differs.bool())
         elif differs:
             found = difference_in_words(self._issued, self._mesh, told, self._trained)

@@ -5,8 +5,13 @@ What is compared after an error is equal to the last bit: nothing was to be comp
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +20,10 @@ import torch.distributed as dist
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
+from smp_core.sharding.gradients import received_gradients
 from smp_core.sharding.gradients.divergence import RanksDiverged
+from smp_core.torch_facts import streams
+from smp_core.watch import RankWatch
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.harness import run_ranks
 
@@ -159,3 +167,77 @@ def test_ranks_that_train_different_parameters_are_named_on_all_ranks() -> None:
     assert all(texts == results[0] for texts in results)
     for text, ranks in zip(results[0], ("ranks 0-2", "ranks 0-1", "ranks 0-1"), strict=True):
         assert f"only on {ranks} 'left.0.linear." in text and "requires_grad_() on all ranks alike" in text, text
+
+
+DEVICE_STOPPED = RuntimeError("CUDA error: device-side assert triggered")
+
+
+def go_apart(parallel: ParallelModel) -> None:
+    window(parallel, ["l", "lr"] if dist.get_rank() < 3 else ["l", "rl"], step=1)
+
+
+def freeze_apart(parallel: ParallelModel) -> None:
+    parallel.module.right[0].requires_grad_(parallel.mesh.replicate_rank > 0)
+    window(parallel, ["lr"], step=1)
+
+
+def give_up_apart(parallel: ParallelModel) -> None:
+    if parallel.mesh.replicate_rank == 0:
+        parallel.window.abandon()
+    window(parallel, ["lr"], step=1)
+
+
+def stay_together(parallel: ParallelModel) -> None:
+    window(parallel, ["lr"], step=1)
+
+
+def stopped_by_device(apart: Callable[[ParallelModel], None], knobs: dict[str, Any]) -> tuple[str | None, str]:
+    """What is found, and written, where hosts do not wait for the comparison. They close another window before they
+    meet the device's error, unless what their ranks send does not match."""
+    parallel, _ = prepared(**knobs)
+    watching = RankWatch.start(interval=0.1)
+    assert watching is not None
+    behind = SimpleNamespace(on_device=streams.on_device, run_behind=lambda _: True)
+    stopped: list[bool] = []
+
+    def stop(differs: torch.Tensor) -> None:
+        stopped.append(bool(differs))
+        if differs and apart is freeze_apart:
+            raise DEVICE_STOPPED
+
+    with (
+        mock.patch.object(received_gradients, "streams", behind),
+        mock.patch.object(received_gradients, "stop_device_where_differing", stop),
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        window(parallel, ["lr"])
+        with contextlib.suppress(RuntimeError) if apart is freeze_apart else contextlib.nullcontext():
+            apart(parallel)
+            window(parallel, ["lr"], step=2)
+        assert stopped[:2] == [False, apart is not stay_together]
+        found = watching.report(DEVICE_STOPPED)
+    dist.barrier()
+    watching.stop()
+    return found, stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("apart", "shard_degree", "words", "finders"),
+    [
+        (
+            go_apart,
+            2,
+            "in micro-batch 2, rank 2: all_gather of 'left.0' in forward; rank 3: all_gather of 'right.0'",
+            {2, 3},
+        ),
+        (freeze_apart, 2, "'right.0.linear.weight' has requires_grad=True", {0, 1, 2, 3}),
+        (give_up_apart, 1, "close different accumulation windows", {0, 1, 2, 3}),
+        (stay_together, 2, "", set()),
+    ],
+)
+def test_where_a_device_stops_ranks_tell_by_the_watch_what_differed(
+    apart: Callable[[ParallelModel], None], shard_degree: int, words: str, finders: set[int]
+) -> None:
+    results = run_ranks(stopped_by_device, 4, apart, {"shard_degree": shard_degree})
+    assert {rank for rank, (found, _) in enumerate(results) if found and words in found} == finders
+    assert sum(words in written for _, written in results if written) == bool(finders)
