@@ -45,8 +45,8 @@ bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, roo
 		{ echo "make bench-cluster makes network namespaces: run it on Linux as root"; exit 1; }
 	$(BIN)/python benchmarks/cluster/bench.py $(BENCH_ARGS)
 
-gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour; results for docs/gpu.md
-	$(BIN)/python benchmarks/gpu/run.py
+gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour, or RANKS=8 on several; results for docs/gpu.md
+	$(BIN)/python benchmarks/gpu/run.py $(if $(RANKS),--ranks $(RANKS))
 
 versions: $(STAMP) ## the contract and a selection of tests with each torch of VERSIONS; results for docs/versions.md
 	$(BIN)/python benchmarks/versions.py $(VERSIONS) --workers $(TEST_WORKERS) $(VERSIONS_ARGS)

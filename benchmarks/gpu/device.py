@@ -27,7 +27,7 @@ class Device:
 
     def __init__(self, kind: str) -> None:
         self.rehearsal = kind == "cpu"
-        self.device = torch.device(kind, *(() if self.rehearsal else (0,)))
+        self.device = torch.device(kind, *(() if self.rehearsal else (int(os.environ.get("LOCAL_RANK", "0")),)))
         if self.rehearsal:
             # The paths of a device with FP8 tensor cores, without Triton; products are slow reference kernels.
             kernels._CAPABLE[self.device] = True

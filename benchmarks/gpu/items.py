@@ -14,7 +14,13 @@ from typing import Any
 PART_SECONDS = 540
 """What the limits of one part's items add up to at most: parts are for machines that are lent for ten minutes."""
 
-PARTS = {1: "Correctness", 2: "Speed", 3: "A training step of 1 to 3 billion parameters", 4: "Several ranks"}
+PARTS = {
+    1: "Correctness",
+    2: "Speed",
+    3: "A training step of 1 to 3 billion parameters",
+    4: "Several ranks",
+    5: "Several devices",
+}
 Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 
@@ -62,6 +68,12 @@ ITEMS = (
     Item("replicas", 4, "nccl_ranks:replicas", 180, "four NCCL ranks on the device equal CPU ranks, with replicas"),
     Item("axes", 4, "nccl_ranks:axes", 160, "the same with tensor ranks, pipeline stages and context ranks"),
     Item("faces", 4, "faces:rows", 200, "Lightning, Accelerate and Trainer on two NCCL ranks equal CPU ranks"),
+    Item("experts", 5, "nccl_ranks:experts", 40, "experts on several NCCL ranks equal CPU ranks"),
+    Item("communicators", 5, "ranks:memory", 120, "what communicators take of a device, phase by phase"),
+    Item("first window", 5, "ranks:first_window", 100, "replicas that differ in the first window equal CPU ranks"),
+    Item("endings", 5, "ranks:endings", 130, "a rank that goes apart, is killed or stopped: all end, it is named"),
+    Item("symmetric memory", 5, "ranks:symmetric", 40, "NCCL's symmetric memory gives the same bits"),
+    Item("scaling", 5, "ranks:scaling", 110, "1, 2, 4, 8 devices beside bare FSDP2"),
 )  # fmt: skip
 
 # One device cannot show these.

@@ -1,5 +1,6 @@
-"""Part 4: four NCCL ranks on the one device, each posing as a host of its own (NCCL refuses two ranks of one host on a
-device). What they send goes through sockets: right or wrong is the same as between hosts, speed is not.
+"""Part 4: four NCCL ranks. On one device each poses as a host of its own (NCCL refuses two ranks of one host on a
+device), and what they send goes through sockets: right or wrong is the same as between hosts, speed is not. Where there
+are four devices each rank has its own.
 
 Each case is trained on the CPU by gloo, on the device by NCCL, and there once more with every collective kept waiting
 by a random time on the stream that it is launched on: the second has to equal the first, the third the second bit by
@@ -65,7 +66,12 @@ PIPELINE: dict[str, dict[str, Any]] = {
     "stages 2 x tensor 2": {"kind": "llama", "knobs": (("tensor_parallel_degree", 2),)},
     "stages 2 x context 2": {"kind": "llama", "shard": 2, "knobs": (("context_parallel_degree", 2),)},
 }
-REHEARSED = ("nodes", "tensor 2 x shard 2", "stages 2 x context 2")
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts 2 x shard 2": {"kind": "Mixtral"},
+    "experts 4, over both nodes": {"kind": "Qwen3Moe", "expert": 4},
+    "experts 2 x replicas 2": {"kind": "own experts", "shard": 2},
+}
+REHEARSED = ("nodes", "experts 2 x shard 2", "tensor 2 x shard 2", "stages 2 x context 2")
 HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -75,6 +81,10 @@ def replicas(on: Device) -> Rows:
 
 def axes(on: Device) -> Rows:
     return _rows(on, {**PIPELINE, **TENSOR})
+
+
+def experts(on: Device) -> Rows:
+    return _rows(on, EXPERTS)
 
 
 def _rows(on: Device, cases: Iterable[str]) -> Rows:
@@ -99,11 +109,14 @@ def _result(ranks: Any, path: Path, name: str) -> dict[str, Any]:
 
 def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update({**HOST, "NCCL_HOSTID": f"host-{rank}", "SMP_RANKS_PER_NODE": str(RANKS_PER_NODE)})
+    os.environ["SMP_RANKS_PER_NODE"] = str(RANKS_PER_NODE)
+    apart = kind == "cuda" and torch.cuda.device_count() >= WORLD
+    if not apart:
+        os.environ.update({**HOST, "NCCL_HOSTID": f"host-{rank}"})
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
     delays = _Delays()
     delays.put_in()
-    device = torch.device(kind, *((0,) if kind == "cuda" else ()))
+    device = torch.device(kind, *((rank if apart else 0,) if kind == "cuda" else ()))
     if kind == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -148,6 +161,7 @@ def _training_of(name: str, rank: int) -> Callable[[torch.device], Trained]:
     # Only now: the core takes functions of torch.distributed as they are when it is imported.
     from benchmarks.gpu.training import train
     from smp_core.topology import Topology
+    from tests.core.expert_parallel import cases as expert_cases
     from tests.core.pipeline import cases as pipeline_cases
     from tests.core.tensor_parallel import model_cases
 
@@ -157,15 +171,20 @@ def _training_of(name: str, rank: int) -> Callable[[torch.device], Trained]:
         return found.losses, found.parameters
 
     def split(device: torch.device) -> Trained:
-        module, case = (
-            (model_cases, model_cases.Case(**TENSOR[name]))
-            if name in TENSOR
-            else (pipeline_cases, pipeline_cases.Case(**PIPELINE[name]))
-        )
-        found = module.together(case, device=device)
+        found = together(case, device=device)
         return found.losses, {key: value.cpu() for key, value in found.weights.items()}
 
-    return sharded if name in SHARDED else split
+    if name in SHARDED:
+        return sharded
+    together: Callable[..., Any] = model_cases.together
+    case: Any
+    if name in PIPELINE:
+        together, case = pipeline_cases.together, pipeline_cases.Case(**PIPELINE[name])
+    elif name in TENSOR:
+        case = model_cases.Case(**TENSOR[name])
+    else:
+        case = expert_cases.Case(**EXPERTS[name])
+    return split
 
 
 class _Delays:

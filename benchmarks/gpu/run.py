@@ -1,6 +1,7 @@
 """Check the CUDA paths on one GPU: right, fast, and in how much memory. `make gpu-check` runs everything.
 
-    python benchmarks/gpu/run.py [--part 1|2|3|4] [--only ITEM ...] [--again] [--out FILE]
+    python benchmarks/gpu/run.py [--part 1|2|3|4|5] [--only ITEM ...] [--again] [--out FILE]
+    python benchmarks/gpu/run.py --ranks 8 # what takes several devices: parts 4 and 5
     python benchmarks/gpu/run.py --dry     # a rehearsal on the CPU: everything is imported, built and run, tiny
     python benchmarks/gpu/run.py --page    # write docs/gpu.md from the results
 
@@ -163,6 +164,7 @@ def _slug(here: dict[str, Any] | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=PARTS, help="a part of it, at most nine minutes; default all")
+    parser.add_argument("--ranks", type=int, help="parts 4 and 5 only, with so many devices of this host")
     parser.add_argument("--only", nargs="+", choices=[item.name for item in ITEMS], metavar="ITEM")
     parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU; figures mean nothing")
     parser.add_argument("--again", action="store_true", help="also what has been done before")
@@ -183,9 +185,11 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.item:
         run_item(flags.item, flags.device)
         return 0
-    chosen = [
-        item for item in ITEMS if (flags.part in (None, item.part)) and (flags.only is None or item.name in flags.only)
-    ]
+    parts = tuple(PARTS) if flags.part is None else (flags.part,)
+    if flags.ranks is not None:
+        os.environ["RANKS"] = str(flags.ranks)  # for the items' processes
+        parts = (4, 5)
+    chosen = [item for item in ITEMS if item.part in parts and (flags.only is None or item.name in flags.only)]
     found = run(chosen, flags.out, dry=flags.dry, again=flags.again)
     wrong = [line["item"] for line in found if page.is_wrong(line)]
     print(f"wrong or broken: {', '.join(wrong)}" if wrong else page.in_short(found))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.gpu import nccl_ranks, one_process, page, run, steps
+from benchmarks.gpu import nccl_ranks, one_process, page, ranks, run, steps
 from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import ITEMS, PART_SECONDS, PARTS, Item, Rows
 from benchmarks.gpu.traces import beside_compute, gaps
@@ -36,6 +37,9 @@ def test_every_item_has_rows_and_every_row_knobs_that_there_are() -> None:
         assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)), item.name
     for knobs in (*one_process.KNOBS.values(), *nccl_ranks.SHARDED.values(), *steps.MODES.values(), steps.LONG):
         SmpConfig(**{"shard_degree": 1, **knobs})
+    here = ranks.Here(0, 8, torch.device("cpu"))
+    for knobs in (*ranks.MEMORY.values(), *ranks.HOPS.values()):
+        SmpConfig(**here.knobs(knobs))
 
 
 class Broken(Item):
@@ -171,6 +175,24 @@ def test_an_item_is_rehearsed(name: str, on: Device) -> None:
     rows = list(run.measured(item, on))
     assert len(rows) == AT_THE_DESK[name]
     assert not page.is_wrong({"state": "rehearsed", "rows": rows}), rows
+
+
+def test_ranks_of_several_devices_are_rehearsed(on: Device) -> None:
+    """Ranks of their own, of which one goes another way: all end, and it is named."""
+    [(name, work), *_] = ranks.endings(on)
+    assert name == "apart"
+    found = work()
+    assert found["ok"] and found["statuses"] == [1, 1], found
+
+
+def test_a_world_that_says_nothing_is_no_result(on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken ranks raise what they said, and an ending without a word is wrong."""
+    ended = ranks.Ended(None, [1, 0], "Traceback\nKeyError: 5", 1.0)
+    monkeypatch.setattr(ranks, "_started", lambda *_: ended)
+    [(_, work), *_] = ranks.memory(on)
+    with pytest.raises(RuntimeError, match=r"statuses \[1, 0\]: \['KeyError: 5'\]"):
+        work()
+    assert [work()["ok"] for _, work in ranks.endings(on)] == [False] * 3
 
 
 @pytest.mark.slow
