@@ -124,6 +124,14 @@ def _given_up_at_once(offloader: Any, packed: Any) -> Any:
     return _kept["_unpack"](offloader, packed)
 
 
+def _indices_made_anew(rows: Any, rank: int, degree: int, weight: torch.Tensor) -> Any:
+    from smp_core.tensor_parallel.operators import _RowExchange
+
+    (n_sent, places), (n_received, order) = rows.sent(rank, degree), rows.received(rank, degree)
+    there = (torch.tensor(indices, device=weight.device) for indices in (places, order))
+    return _RowExchange(n_sent, next(there), n_received, next(there))
+
+
 _kept: dict[str, Any] = {}
 """What a mutation calls in the end."""
 
@@ -151,6 +159,10 @@ WITHOUT: dict[str, tuple[str, Any]] = {
     "numbers go to the device from pinned memory": (
         "smp_core.torch_facts.streams.on_device",
         lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
+    ),
+    "which rows travel is on the device once": (
+        "smp_core.tensor_parallel.operators.RowsInUse.exchange",
+        _indices_made_anew,
     ),
 }
 

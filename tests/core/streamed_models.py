@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,11 +86,28 @@ class Sentences(nn.Module):
         return self.head(x)
 
 
-MODELS: dict[str, type[nn.Module]] = {"chain": Chain, "mixture": Mixture, "sentences": Sentences}
+def of_transformers(kind: str) -> nn.Module:
+    from tests.core.tensor_parallel.models import MODELS  # loads the core, which has to come after the played device
+
+    model: Any = MODELS[kind]()
+    if kind == "mixtral":
+        model.set_experts_implementation("batched_mm")  # one after the other, the host asks which have rows
+    return model
+
+
+OF_TRANSFORMERS = ("gpt2", "llama", "mixtral")
+"""What tensor ranks divide: fused projections, key and value heads that ranks share, fused experts."""
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{"chain": Chain, "mixture": Mixture, "sentences": Sentences},
+    **{kind: functools.partial(of_transformers, kind) for kind in OF_TRANSFORMERS},
+}
 
 
 def loss_of(parallel: Any, model: str, dtype: torch.dtype, skips: bool) -> torch.Tensor:
     """The loss of one micro-batch, which is on the device."""
+    if model in OF_TRANSFORMERS:
+        tokens = torch.randint(VOCABULARY, (2, TOKENS))
+        return parallel.module(input_ids=tokens, labels=tokens).loss
     if model != "sentences":
         x = torch.randn(8, WIDTH, dtype=dtype, requires_grad=True)
         return parallel.module(x, skips).float().pow(2).mean()

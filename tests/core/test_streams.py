@@ -19,6 +19,7 @@ from smp_core.comm.background import Background
 from tests.core.streamed_cases import WITHOUT, Case
 from tests.harness import run_script
 
+HEADS_SHARED = {"shard_degree": 1, "tensor_parallel_degree": 4, "tensor_parallel": {"across_nodes": True}}
 OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 CLEAN = {
     "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
@@ -45,6 +46,13 @@ CLEAN = {
             "tensor_parallel_degree": 2,
             "tensor_parallel": {"plan": {"blocks.*.0": "column", "blocks.*.2": "row"}},
         }
+    ),
+    "fused projections over two ranks": Case(
+        {"shard_degree": 2, "tensor_parallel_degree": 2}, model="gpt2", micro_batches=1
+    ),
+    "heads that ranks share": Case(HEADS_SHARED, model="llama", micro_batches=1),
+    "fused experts over two ranks": Case(
+        {"shard_degree": 2, "tensor_parallel_degree": 2}, model="mixtral", micro_batches=1
     ),
     "recomputed and compared": Case(
         {"shard_degree": 2, "activations": {"checkpoint": "full", "check": True}}, micro_batches=1
@@ -123,10 +131,11 @@ ASKS = {
     "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},  # each layer: its experts' rows
     "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},  # each micro-batch: its padding, and its documents
     "recomputed and compared": {"look": 3.0},  # each block
+    "fused experts over two ranks": {"forward": 1.0},  # Transformers: whether sequences are packed
     # Whether another replica used what this rank did not.
     "a unit gathered ahead and not used": {"sums": 1.0},
 }
-LAUNCHED, TOLD, UNASKED, WAITED, HELD, SAVED, PINNED = WITHOUT
+LAUNCHED, TOLD, UNASKED, WAITED, HELD, SAVED, PINNED, INDICES = WITHOUT
 BROKEN = {
     "gradients of whole parameters are given up": Case(
         {"shard_degree": 1, "optimizer_shard": "world"}, without=LAUNCHED
@@ -147,6 +156,7 @@ ASKING = {
         {"shard_degree": 4, "compression": {"reduce": "int8"}}, without=UNASKED
     ),
     "flags from memory that is not pinned": Case({"shard_degree": 2}, without=PINNED),
+    "rows named anew in each call": Case(HEADS_SHARED, model="llama", micro_batches=1, without=INDICES),
 }
 # By feature, where two are taken together.
 ASKS_OF_FEATURES = {
