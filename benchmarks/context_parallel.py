@@ -31,8 +31,8 @@ import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.kernels import count_attention_work
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.entry import parallelize
 from smp_core.observe.memory_report import MemoryReport
 from smp_core.topology import Topology

@@ -1,7 +1,8 @@
 """The asynchronous saves: staged to host memory, then written by a thread over a process group of its own.
 
-Training stalls for the copy to host memory only. At most one save is in flight; its error is raised at the next call,
-on every rank, because the writing agrees on errors. Actions on older checkpoints that fall due while a save is in
+Training waits for the copy to host memory, for the end of the save before where that is still being written, and once
+a step for the ranks to agree whether it has ended. At most one save is in flight; its error is raised at the next
+call, on every rank, because the writing agrees on errors. Actions on older checkpoints that fall due while a save is in
 flight (removal, LATEST) run after that save has committed, and not at all if it failed: the last good checkpoint is
 never removed for one that does not exist.
 """

@@ -41,6 +41,8 @@ from smp_core.checkpoint.untrusted import (
 
 FORMAT = "torch-smp-checkpoint"
 VERSION = 2
+"""Of the format: it goes up when an older torch-smp would read a checkpoint wrongly. Manifests are made in writer.py
+and in memory/save.py."""
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 DIGESTS = ("xxh3", "sha256")

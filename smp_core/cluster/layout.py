@@ -51,6 +51,8 @@ context ranks and no others of them."""
 PARTITION: Axes = (Axis.SHARD, Axis.CONTEXT)
 DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
 GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
+"""Their size is what gradients are divided by; why, context ranks included, stands at the top of
+smp_core/sharding/gradients/accumulation.py."""
 SAME_MODEL: Axes = tuple(axis for axis in Axis if axis is not Axis.PIPELINE)
 
 GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME_MODEL, *((axis,) for axis in DEGREES))

@@ -1,6 +1,6 @@
 """Context parallelism: sequences that several ranks hold together (docs/context-parallelism.md).
 
-``share_sequences`` (build) is the one call of a conversion; it gives a ContextParallel (batch), which splits batches
+``share_sequences`` is the one call of a conversion; it gives a ContextParallel (batch), which splits batches
 and gathers outputs. Attention exchanges keys and values (attention, key_value_exchange, kernels), and a trial on the
 first call shows whether a model computes over parts of the tokens what it does over all of them (trial).
 """
@@ -12,13 +12,6 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.context_parallel.active import (
-        SplitBatch as SplitBatch,
-        active_split as active_split,
-        enabled as enabled,
-        part_of_mean as part_of_mean,
-        try_call as try_call,
-    )
     from smp_core.context_parallel.batch import (
         BatchLayout as BatchLayout,
         ContextParallel as ContextParallel,
@@ -32,6 +25,15 @@ if TYPE_CHECKING:
     )
     from smp_core.context_parallel.documents import labels_within_documents as labels_within_documents
     from smp_core.context_parallel.flash import FLASH as FLASH
+    from smp_core.context_parallel.replaced_attention import (
+        SplitBatch as SplitBatch,
+        active_split as active_split,
+        enabled as enabled,
+        part_of_mean as part_of_mean,
+        positions as positions,
+        try_call as try_call,
+        weighted_mean as weighted_mean,
+    )
     from smp_core.context_parallel.rules import CONTEXT_PARALLELISM as CONTEXT_PARALLELISM
     from smp_core.context_parallel.transformers_models import shifts_labels as shifts_labels
     from smp_core.context_parallel.trial import Trial as Trial

@@ -26,7 +26,6 @@ from torch import nn
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
-from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.documents import (
     DOCUMENT_KEYS,
@@ -37,6 +36,7 @@ from smp_core.context_parallel.documents import (
     positions_of_first_tokens,
 )
 from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
+from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.context_parallel.trial import Trial

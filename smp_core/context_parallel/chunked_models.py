@@ -35,7 +35,8 @@ _ELEMENTWISE = ("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to"
 
 @dataclasses.dataclass
 class _State:
-    """The switches of this process, as the active batch is one (:mod:`smp_core.context_parallel.active`)."""
+    """The switches of this process, as the active batch is one
+    (:mod:`smp_core.context_parallel.replaced_attention`)."""
 
     loss_only: bool = False
     label_smoothing: float = 0.0

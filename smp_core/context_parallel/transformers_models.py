@@ -20,8 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_core.context_parallel.active import SplitBatch, active_split, common_dtype, positions, refuse_dropout
 from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.replaced_attention import (
+    SplitBatch,
+    active_split,
+    common_dtype,
+    positions,
+    refuse_dropout,
+)
 
 NAME = "smp_cp"
 _NO_FORM = {

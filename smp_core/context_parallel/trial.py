@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.trial_loss import watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
@@ -46,7 +46,7 @@ _COARSE, _SHARE = 1e-4, 0.02
 
 ADVICE = (
     "Outside of torch's attention (F.scaled_dot_product_attention) a model has to compute each token by itself: take "
-    "positions from smp_core.context_parallel.active.positions(tokens), not from the length (torch.arange, a slice of "
+    "positions from smp_core.context_parallel.positions(tokens), not from the length (torch.arange, a slice of "
     "a table, cumsum), let the batch bring shifted targets, and neither convolve, pool, add up, shift nor select along "
     "the tokens (docs/context-parallelism.md has an example). Otherwise write context_parallel_degree=1"
 )

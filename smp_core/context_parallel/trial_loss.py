@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
+from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.trial_run import tensors_of
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
-from smp_core.context_parallel.active import SplitBatch, enabled
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
 
 _DROPOUTS = (
     "dropout",

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.sequence_plan import SequencePlan
 
 Call = tuple[tuple[Any, ...], dict[str, Any], SplitBatch]

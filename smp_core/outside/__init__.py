@@ -8,13 +8,6 @@ from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.outside.command_line import OneLineErrors as OneLineErrors, begin as begin, console as console
-    from smp_core.outside.floors import (
-        OLDEST as OLDEST,
-        how_to_install as how_to_install,
-        is_older as is_older,
-        is_there as is_there,
-        require as require,
-    )
     from smp_core.outside.foreign_files import (
         lines_of_log as lines_of_log,
         number as number,
@@ -25,6 +18,13 @@ if TYPE_CHECKING:
         read_yaml as read_yaml,
         records_of_log as records_of_log,
         write_new as write_new,
+    )
+    from smp_core.outside.oldest_versions import (
+        OLDEST as OLDEST,
+        how_to_install as how_to_install,
+        is_older as is_older,
+        is_there as is_there,
+        require as require,
     )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -155,6 +155,7 @@ class Machine:
     first_efa: bool = False
 
 
+# `plan="auto"` knows a device only, and takes the network of its first row here.
 MACHINES: dict[str, Machine] = {
     "p3dn": Machine("v100-32g", 8, 100, "AWS EC2 P3 page: p3dn.24xlarge, 100 Gbps", first_efa=True),
     "p4d": Machine("a100-40g", 8, 400, "AWS EC2 P4 page: p4d.24xlarge, EFA 400 Gbps", first_efa=True),

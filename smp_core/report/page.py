@@ -395,15 +395,13 @@ def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:
     found = []
     for run in runs:
         shown = run.events[-_MOST_ROWS:]
-        rows = [(f"step {number(line.get('step')) or 0:,.0f}", [_kind(line), str(line.get("text"))]) for line in shown]
+        rows = [
+            (f"step {number(line.get('step')) or 0:,.0f}", [str(line["kind"]), str(line.get("text"))]) for line in shown
+        ]
         note = f"The last {_MOST_ROWS} of {len(run.events)}." if len(run.events) > len(shown) else ""
         heading = f"Warnings, and ranks that waited{_of(run, runs)}"
         found.append(Section(heading, [Table("events", ["after", "", "what was said"], rows)], note=note))
     return found
-
-
-def _kind(line: Mapping[str, Any]) -> str:
-    return "waiting" if line.get("kind") == "stall" else "warning"
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from smp_core.outside import lines_of_log, number, numbers
 from smp_core.run_log.write import FILE
 
-KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "stall", "end")
+KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "waiting", "end")
 # Fields of a line of kind "step" that are no figures.
 _NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent", "routers")
 
@@ -31,7 +31,8 @@ class Run:
         asked: the line with the plan, of the last start.
         steps, memory, fp8: lines by optimizer step; where steps were trained again, the later line.
         metrics: what the user's code logged, numbers by name and optimizer step.
-        checkpoints, events: lines in the order in which they were written; events are warnings and stalls.
+        checkpoints, events: lines in the order in which they were written; events are
+            warnings, and lines about ranks that wait or were lost.
         end: the last line of the run; None: the run goes on, or was killed.
         starts: starts of the run, one more than resumptions.
         unreadable: lines that are not of this format.
@@ -82,7 +83,7 @@ class Run:
         kind, step = line["kind"], int(step)
         if kind == "run":
             self._start(line, step)
-        elif kind in ("warning", "stall"):
+        elif kind in ("warning", "waiting"):
             self.events.append(line)
         elif kind == "checkpoint":
             self.checkpoints.append(line)

@@ -37,7 +37,7 @@ from smp_core.torch_facts import collective_timeout
 from smp_core.watch.meeting import Meetings
 from smp_core.watch.preemption import Preempted, ignoring_sigterm
 from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, open_boards
-from smp_core.watch.whereabouts import StallWatch, here, innermost_user_line
+from smp_core.watch.whereabouts import WaitWatch, here, innermost_user_line
 
 logger = logging.getLogger("smp")
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class RankWatch:
         self.between_runs = False
         self.meetings = Meetings(rank, world_size, boards[0], interval)
         self.boards = boards
-        self._stalls = StallWatch(rank, world_size, interval, here, self._say)
+        self._waits = WaitWatch(rank, world_size, interval, here, self._say)
         self._beats = 0
         self._runs = 0
         self._failure: str | None = None
@@ -240,7 +240,7 @@ class RankWatch:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
         sys.stderr.flush()
         # Not in this thread: a file system that hangs must not keep this rank from signs of life, or from ending.
-        threading.Thread(target=run_log.note, args=("stall",), kwargs={"text": what}, daemon=True).start()
+        threading.Thread(target=run_log.note, args=("waiting",), kwargs={"text": what}, daemon=True).start()
 
     def _compare(self) -> str | None:
         """Return what two looks, some signs apart, say about the others; None when no board answers.
@@ -300,7 +300,7 @@ class RankWatch:
             self._beat(waits=False)
             for board in self.boards:
                 if board.keeper == self.rank:
-                    _attempt(self._stalls.look, board, self._read)
+                    _attempt(self._waits.look, board, self._read)
             if self._beats % _LOOK_EVERY == 0:
                 self._look_by_itself()
         elif not self.meetings.rank_0_ended:  # all keepers have ended, or are out of reach
@@ -374,7 +374,7 @@ class RankWatch:
             state["failed"] = self._failure
         if self._left:
             state["left"] = True
-        elif (at := self._stalls.shown(self.boards)) is not None:
+        elif (at := self._waits.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
             key, wanted = f"beat/{self.rank}", [f"beat/{board.keeper}", f"told/{self._runs}"]

@@ -243,7 +243,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) > 1)} {text}"
 
 
-class StallWatch:
+class WaitWatch:
     """Looks for ranks that wait, in the thread of a :class:`smp_core.watch.rank_watch.RankWatch`.
 
     Args:

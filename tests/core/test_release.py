@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.entry import parallelize
 from tests.core.scenarios import Net, samples
 from tests.harness import run_ranks

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from smp_core.context_parallel.active import positions, weighted_mean
+from smp_core.context_parallel import positions, weighted_mean
 from tests.lightning.context_modules import GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH, HfModule, rows
 from tests.lightning.running import Run, make_trainer, report, together, whole_weights
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from smp_core.context_parallel.active import positions
+from smp_core.context_parallel import positions
 from tests.core.context_parallel.own_models import LENGTH, VOCABULARY, WIDTH, Case, OwnModel, draw, loss_of
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report

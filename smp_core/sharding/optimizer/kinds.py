@@ -74,7 +74,8 @@ def register_elementwise(kind: K) -> K:
 
 
 def register_tensorwise(kind: K) -> K:
-    """Register a class of optimizers that step each tensor by itself, as a pipeline stage needs it.
+    """Register a class of optimizers that step each tensor by itself: pipeline stages may have it. Whether it can step
+    shards is tried all the same; for whole matrices see :mod:`smp_core.optim.owners`.
 
     Args:
         kind: as of :func:`register_elementwise`.

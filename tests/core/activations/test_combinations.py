@@ -11,7 +11,7 @@ import torch
 
 from smp_core.config import SmpConfig
 from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, whole

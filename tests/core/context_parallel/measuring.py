@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from smp_core.context_parallel.active import SplitBatch
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
 from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.replaced_attention import SplitBatch
 
 
 def saved_bytes(compute: Callable[[], torch.Tensor]) -> int:

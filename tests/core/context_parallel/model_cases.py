@@ -14,7 +14,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from tests.older_transformers import EAGER_EXPERTS

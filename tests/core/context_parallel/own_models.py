@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_core.context_parallel.active import positions, weighted_mean
+from smp_core.context_parallel.replaced_attention import positions, weighted_mean
 
 VOCABULARY, WIDTH, LENGTH, TABLE = 29, 16, 16, 64
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.context_parallel.active import enabled, part_of_mean, positions, weighted_mean
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
+from smp_core.context_parallel.replaced_attention import enabled, part_of_mean, positions, weighted_mean
 from tests.core.context_parallel.measuring import DEGREE, split_on
 from tests.harness import run_ranks
 

@@ -13,8 +13,8 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.chunked_models import PendingLogits, chunk_losses, loss_only, smoothed, use_chunked_loss
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.entry import parallelize
 from tests.core.context_parallel.model_cases import _COMMON, VOCABULARY, Run, build, whole_batch
 from tests.harness import run_ranks

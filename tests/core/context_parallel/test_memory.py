@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.replaced_attention import enabled
 from tests.core.context_parallel.measuring import saved_bytes
 from tests.core.context_parallel.model_cases import Run, on_ranks, whole_batch
 from tests.harness import run_ranks

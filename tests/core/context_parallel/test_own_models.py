@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import enabled, part_of_mean, positions
+from smp_core.context_parallel.replaced_attention import enabled, part_of_mean, positions
 from smp_core.entry import parallelize
 from tests.core.context_parallel.own_models import LENGTH, VOCABULARY, Case, OwnModel, draw, loss_of
 from tests.harness import run_ranks

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
-from smp_core.context_parallel.active import SplitBatch, enabled, positions
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, positions
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from tests.harness import run_ranks
 

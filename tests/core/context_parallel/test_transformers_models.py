@@ -12,7 +12,7 @@ import transformers
 from transformers import masking_utils
 from transformers.masking_utils import create_chunked_causal_mask
 
-from smp_core.context_parallel.active import SplitBatch, enabled
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
 from smp_core.context_parallel.sequence_plan import decode
 from smp_core.context_parallel.transformers_models import adapt_transformers_models, check_model
 from tests.core.context_parallel.measuring import split_on

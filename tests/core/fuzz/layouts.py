@@ -21,7 +21,7 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
 from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.weights.delayed_init import materialize

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
 from smp_core.engine.averaging import ShardedAverage
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize

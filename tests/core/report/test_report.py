@@ -231,7 +231,7 @@ def hostile(folder: Path) -> Path:
     records.append({"kind": "memory", "step": 1, "device": {EVIL: 1e308, "parameters": 1e308, "x": EVIL}})
     records.append({"kind": "fp8", "step": 1, "modules": {EVIL: {"input_saturated": 0.5}, "x": 7}})
     records.append({"kind": "checkpoint", "step": 1, "path": EVIL, "stall_seconds": 1e308})
-    records += [{"kind": kind, "step": 1, "text": text} for kind in ("warning", "stall") for text in (EVIL, 7)]
+    records += [{"kind": kind, "step": 1, "text": text} for kind in ("warning", "waiting") for text in (EVIL, 7)]
     records.append({"kind": "end", "step": 1e300, "how": EVIL})
     texts = [json.dumps(record) for record in records]
     texts += ["[" * 100_000, '"text"', "NaN", '{"kind": "step", "step": NaN}', '{"kind": ["step"], "step": 1}']

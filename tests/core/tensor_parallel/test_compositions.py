@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters  # the compiler's only count of its gra
 
 from smp_core.config import SmpConfig
 from smp_core.config.fp8_recipe import Fp8Recipe
-from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.fp8.scaling import INPUT

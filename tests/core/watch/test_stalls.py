@@ -25,7 +25,7 @@ from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.watch.rank_watch import RankWatch
 from smp_core.watch.signs import open_boards
-from smp_core.watch.whereabouts import HINT, StallWatch, Whereabouts, here, line_about, ranks_in_words
+from smp_core.watch.whereabouts import HINT, WaitWatch, Whereabouts, here, line_about, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.core.pipeline.cases import Case
 from tests.harness import run_ranks
@@ -198,7 +198,7 @@ class OfMemory:
 
 def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> None:
     said: list[str] = []
-    watching = StallWatch(0, 2, 0.5, Whereabouts(), said.append)
+    watching = WaitWatch(0, 2, 0.5, Whereabouts(), said.append)
     board = OfMemory({0: {"beats": 0, "step": 0, "at": at("barrier")}, 1: {"beats": 7, "step": 0}})
     for look in range(1, 100):
         board.marks += 1
@@ -215,7 +215,7 @@ def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> N
 def test_a_mark_that_is_lost_is_made_up_for() -> None:
     said: list[str] = []
     here_it_waits: Any = mock.Mock(**{"look.return_value": at("barrier")})
-    watching, board = StallWatch(0, 2, 0.5, here_it_waits, said.append), OfMemory({0: {"beats": 0, "step": 0}})
+    watching, board = WaitWatch(0, 2, 0.5, here_it_waits, said.append), OfMemory({0: {"beats": 0, "step": 0}})
     board.lost = 1
     for look in range(3):
         board.signs[0] = {"beats": look, "step": 0, "at": watching.shown([board])}  # type: ignore[list-item]

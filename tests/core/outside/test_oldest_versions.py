@@ -9,7 +9,7 @@ from importlib import metadata
 
 import pytest
 
-from smp_core.outside.floors import OLDEST, is_older, require
+from smp_core.outside.oldest_versions import OLDEST, is_older, require
 from tests.harness import ROOT
 
 
@@ -106,7 +106,7 @@ SCRIPT = """
 import os, sys
 from importlib import metadata
 
-import smp_core.outside.floors
+import smp_core.outside.oldest_versions
 
 real = metadata.version
 for name, face, module in (case.split(",") for case in sys.argv[1:]):
