@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -142,3 +143,12 @@ def through_checkpoints(folder: Path, pairs: list[tuple[int, int]]) -> list[str]
 def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(tmp_path: Path) -> None:
     pairs = [(4, 2), (1, 4), (2, 1)]
     assert run_ranks(through_checkpoints, WORLD, tmp_path, pairs, ranks_per_node=2) == [[]] * WORLD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"state_offload": "optimizer"}, {"state_offload": "all"}], ids=str)
+def test_every_degree_dtype_and_place_of_states_has_one_processs_numbers(
+    knobs: dict[str, Any], dtype: torch.dtype
+) -> None:
+    assert run_ranks(at_degrees, WORLD, knobs, dtype, ranks_per_node=2) == [[]] * WORLD
