@@ -8,7 +8,8 @@ States" (arXiv 2309.01507, section 4.1): a second moment above 0 is never rounde
 Blocks do not cross rows. A rank that holds some rows of a matrix therefore has the same codes as one that holds all.
 
 Error of an element x of a block with the largest magnitude a: for first moments 0.71 % of a, and 6.2 % of x where
-|x| > a/10 (11 % where |x| > a/100); for second moments half of it. The smallest values are a * 5.5e-7 and a * 3.25e-7.
+|x| > a/10 (11 % where |x| > a/100); for second moments about half of it. The smallest values are a * 5.5e-7 and
+a * 3.25e-7.
 A block that holds inf or nan is decoded as nan.
 """
 
@@ -45,20 +46,20 @@ class MomentCodec:
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes uint8 [n, row] and scales float32 [n, blocks] of rows [n, row]."""
-        n, row = rows.shape
+        row = rows.shape[1]
         blocks = _in_blocks(rows.float())
         scales = blocks.abs().amax(dim=-1)
         blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
         codes = torch.bucketize(blocks, self._middles, out_int32=True).to(torch.uint8)
-        return codes.view(n, -1)[:, :row], scales
+        return codes.flatten(1)[:, :row], scales
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return rows float32 [n, row] of codes [n, row] and scales [n, blocks]."""
-        n, row = codes.shape
+        row = codes.shape[1]
         blocks = _in_blocks(codes)
         # int32: half the memory of torch's usual index
         decoded = self._values.index_select(0, blocks.flatten().int()).view(blocks.shape)
-        return decoded.mul_(scales.unsqueeze(-1)).view(n, -1)[:, :row]
+        return decoded.mul_(scales.unsqueeze(-1)).flatten(1)[:, :row]
 
 
 def _in_blocks(rows: torch.Tensor) -> torch.Tensor:

