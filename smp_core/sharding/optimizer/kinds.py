@@ -33,6 +33,9 @@ TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """torch's optimizers that step each element by itself, and sharded parameters like unsharded ones."""
 
+STEP_SHARDS: frozenset[type[torch.optim.Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
+"""Optimizers that step each sharded parameter like an unsharded one, by itself: without a trial, in any portions."""
+
 # Of other packages, by name, which are not imported for it.
 _ELEMENTWISE = frozenset(
     (
