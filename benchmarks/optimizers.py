@@ -103,10 +103,12 @@ def made(library: str, name: str, model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     if (library, name) == ("torch", "Muon"):
         parameters = [parameter for parameter in parameters if parameter.ndim == 2]
-    if library == "torch-smp":
+    if (library, name) == ("torch-smp", "Muon"):
         from smp_core.optim import muon_groups
 
         return kind(muon_groups(model), ns_dtype=torch.float64)
+    if (library, name) == ("torch-smp", "AdamW8bit"):
+        options["min_8bit_size"] = 0  # the net is small
     return kind(parameters, **options)
 
 
@@ -326,10 +328,19 @@ def write_page(result: dict[str, Any]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
 
 
+def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return earlier rows with those that were tried again in their places, and what is new behind its library's."""
+    kept, library_places = list(earlier), list(LIBRARIES)
+    for row in rows:
+        same = [row["library"], row["name"], row["layout"]]
+        kept = [each for each in kept if [each["library"], each["name"], each["layout"]] != same]
+    return sorted([*kept, *rows], key=lambda row: (library_places.index(row["library"]), row["name"]))
+
+
 def main() -> None:
     """Try, or write the page of what was tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names of classes")
+    parser.add_argument("--only", nargs="+", default=[], help="names of classes; the others' rows stay")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="write the table of docs/optimizers.md")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
@@ -341,6 +352,9 @@ def main() -> None:
         tried = [kind for kind in kinds() if not asked.only or kind[1] in asked.only]
         rows = try_all([[*kind, layout] for kind in tried for layout in LAYOUTS])
         result = {"versions": versions(), "ranks": WORLD, "trainer_names": trainer_names(), "rows": rows}
+        if asked.only and asked.out.exists():
+            earlier = json.loads(asked.out.read_text())
+            result = {**earlier, "rows": merged(earlier["rows"], rows)}
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
         for row in rows:
             print(row["library"], row["name"], row["layout"], row["verdict"], row.get("why", row.get("off")))

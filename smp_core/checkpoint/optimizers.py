@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ def load_named_optimizer_state(
             f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"
         )
     on_host = isinstance(optimizer, StepsOnHost)
-    saved = _read_sharded_like(path, prefix, by_name, on_host, verify)
+    by_rows: Collection[str] = getattr(optimizer, "states_by_rows", ())
+    saved = _read_sharded_like(path, prefix, by_name, on_host, by_rows, verify)
     state: dict[str, Any] = saved.get("state", {})
     if given is None:
         groups = saved["param_groups"]
@@ -125,6 +126,7 @@ def _read_sharded_like(
     prefix: tuple[Any, ...],
     by_name: Mapping[str, torch.Tensor],
     on_host: bool,
+    by_rows: Collection[str],
     verify: str | None,
 ) -> dict[str, Any]:
     """Read the optimizer state under ``prefix``, each tensor sharded like its parameter. Collective.
@@ -132,6 +134,7 @@ def _read_sharded_like(
     Args:
         by_name: parameters by their names in the checkpoint.
         on_host: keep the state on the host.
+        by_rows: names of states that are of another shape than their parameter, and sharded all the same.
     """
     filled: list[str] = []
 
@@ -140,7 +143,7 @@ def _read_sharded_like(
         owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
         if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
             return torch.empty(record.shape, dtype=record.dtype)
-        return like_parameter(owner, record.shape, record.dtype, on_host=on_host)
+        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=place[-1] in by_rows)
 
     saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)
@@ -193,25 +196,46 @@ def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, An
 
 
 def like_parameter(
-    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool = False
+    parameter: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    on_host: bool = False,
+    by_rows: bool = False,
 ) -> torch.Tensor:
     """Make zeros, to be filled: sharded like ``parameter`` if of its shape, else plain.
 
     Plain zeros are on the parameter's device; on the CPU if they are 0-d, or ``on_host``.
+
+    Args:
+        by_rows: zeros of another shape are sharded like ``parameter`` too: by the dims that are its own.
     """
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
         # Like the shard, also where that is on the host and the mesh of a GPU (from_local would bring it there).
         return torch.zeros_like(parameter, dtype=dtype, device="cpu" if on_host else None)
+    if isinstance(parameter, DTensor) and by_rows:
+        return torch.zeros_like(_of_shape(parameter, shape, dtype), device="cpu" if on_host else parameter.device)
     return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) and not on_host else "cpu")
 
 
-def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _of_shape(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    """Return a DTensor of another shape, sharded like a parameter, whose shards have no memory."""
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    own = whole[:0] if is_absent(parameter) else own_part(whole, parameter)
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def shard_like(parameter: torch.Tensor, whole: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
     """Return this rank's part of an unsharded tensor, as a DTensor like ``parameter``; all of it if that is no
-    DTensor.
+    DTensor, or one of another shape.
+
+    Args:
+        by_rows: as of :func:`like_parameter`.
     """
-    if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
+    if not isinstance(parameter, DTensor) or (parameter.shape != whole.shape and not by_rows):
         return whole
-    made = like_parameter(parameter, tuple(whole.shape), whole.dtype)
+    made = like_parameter(parameter, tuple(whole.shape), whole.dtype, by_rows=by_rows)
     copy_into(made, whole)
     return made
 

@@ -13,7 +13,10 @@ _COUNT_OR_NONE = read.either(read.nothing(), read.integer(minimum=1), allowed="a
 _GIB = read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
 
 # Those of smp_core.plan.optimizers, which stands above this file.
-_OPTIMIZERS = ("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd")
+_OPTIMIZERS = (
+    *("adamw", "adamw-amsgrad", "adamw8bit", "adam", "adam-amsgrad"),
+    *("adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,10 +58,10 @@ class Planner(Recipe):
         memory_headroom: Share of device memory that is left to activations and buffers. A number in [0, 1); default
             0.35.
         device_memory_gib: Device memory in GiB. A number > 0, or None (default; the device is asked).
-        optimizer: "adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"
-            or "auto" (default; the one that is prepared together with the model, as under Accelerate; otherwise AdamW,
-            and a warning if Lightning's configure_optimizers makes one for which another degree would have been
-            chosen).
+        optimizer: "adamw", "adamw-amsgrad", "adamw8bit", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion",
+            "sgd-momentum", "sgd" or "auto" (default; the one that is prepared together with the model, as under
+            Accelerate; otherwise AdamW, and a warning if Lightning's configure_optimizers makes one for which another
+            degree would have been chosen).
     """
 
     KNOB: ClassVar[str] = "planner"

@@ -47,16 +47,18 @@ from smp_core.dry_run.without_values import (
 )
 from smp_core.engine import ParallelModel, mesh_of, parallelize_model
 from smp_core.engine.decide import decide
+from smp_core.optim import AdamW8bit
 from smp_core.pipeline import Format
 from smp_core.plan import Shapes, Stages
 from smp_core.plan.chain import with_chain
 from smp_core.planner import RUN_KINDS, DryRun, Question, Source, build, scores_kept
 from smp_core.sharding.gradients import AccumulationWindow
 
-# Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
+# Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch or this project has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adamw-amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adamw8bit": AdamW8bit,
     "adam": torch.optim.Adam,
     "adam-amsgrad": partial(torch.optim.Adam, amsgrad=True),
     "rmsprop": torch.optim.RMSprop,

@@ -56,7 +56,7 @@ def _told(tensor: torch.Tensor) -> Any:
 
 def _absent(entry: Any, parameter: nn.Parameter) -> Any:
     if isinstance(entry, _Elsewhere):
-        return like_parameter(parameter, entry.shape, entry.dtype)
+        return like_parameter(parameter, entry.shape, entry.dtype, by_rows=True)
     if isinstance(entry, dict):
         return {key: _absent(value, parameter) for key, value in entry.items()}
     if isinstance(entry, (list, tuple)):

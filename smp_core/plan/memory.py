@@ -100,7 +100,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
-            states += optimizer.tensors * elements * stepped.itemsize
+            states += optimizer.bytes_of(elements, stepped.itemsize)
         if unsharded:
             partial_sums += unsharded * reduced.itemsize
         elif offloaded or reduced != stored:

@@ -7,20 +7,24 @@ AdamW does, and the plan says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from smp_core.codecs import BLOCK
+
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states that an optimizer keeps for each trainable parameter, in the parameter's dtype.
+    """The states that an optimizer keeps for each trainable parameter, in its dtype if nothing else is said.
 
     Attributes:
         name: of the optimizer, for people.
         tensors: of the parameter's shape.
+        bytes_each: of all of them for each element, where they have a dtype of their own; None: the parameter's.
         origin: how this is known: "assumed", "found" or "given".
         known: False: their number is a guess.
     """
@@ -29,13 +33,20 @@ class OptimizerStates:
     tensors: int
     origin: str = "assumed"
     known: bool = True
+    bytes_each: float | None = None
+
+    def bytes_of(self, elements: int, itemsize: int) -> int:
+        """Return the bytes of the states of so many elements, of a parameter of so many bytes each."""
+        each = self.tensors * itemsize if self.bytes_each is None else self.bytes_each
+        return math.ceil(elements * each)
 
     def describe(self) -> str:
         """Return a phrase like "assumed adamw, 2 states for each trainable parameter"."""
         count = f"{self.tensors} state{'' if self.tensors == 1 else 's'} for each trainable parameter"
         if not self.known:
             return f"{self.origin} {self.name}, which is not known here: assumed {count}, as adamw has"
-        return f"{self.origin} {self.name}, {count}"
+        size = "" if self.bytes_each is None else f", {self.bytes_each:.2f} bytes an element"
+        return f"{self.origin} {self.name}, {count}{size}"
 
 
 _TENSORS = {
@@ -49,7 +60,11 @@ _TENSORS = {
     "sgd-momentum": 1,
     "sgd": 0,
 }
-OPTIMIZERS: Mapping[str, OptimizerStates] = {name: OptimizerStates(name, tensors) for name, tensors in _TENSORS.items()}
+_IN_8_BITS = 2 * (1 + 4 / BLOCK)
+OPTIMIZERS: Mapping[str, OptimizerStates] = {
+    **{name: OptimizerStates(name, tensors) for name, tensors in _TENSORS.items()},
+    "adamw8bit": OptimizerStates("adamw8bit", 2, bytes_each=_IN_8_BITS),
+}
 """By the names that plans are asked for with; the values of `planner.optimizer`."""
 
 
@@ -67,6 +82,8 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     "RMSprop": (1, _if_set("momentum", "centered")),
     "Lion": (1, _if_set()),  # of several libraries, which agree
 }
+# Of ours, with states of a dtype of their own.
+_OURS = {"AdamW8bit": OPTIMIZERS["adamw8bit"]}
 _OPTIONS = {"momentum": " with momentum", "amsgrad": " with amsgrad", "centered": ", centered"}
 
 
@@ -76,6 +93,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
     groups = optimizer.param_groups
     for kind in type(optimizer).__mro__:
         name = kind.__name__
+        if name in _OURS:
+            return replace(_OURS[name], name=name, origin="found")
         if name in _TORCHS:
             always, more = _TORCHS[name]
             asked = [words for option, words in _OPTIONS.items() if any(group.get(option) for group in groups)]
@@ -95,4 +114,4 @@ def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ())
         return replace(OPTIMIZERS[asked], origin="given")
     if not optimizers:
         return OPTIMIZERS["adamw"]
-    return max(map(states_of, optimizers), key=lambda states: states.tensors)
+    return max(map(states_of, optimizers), key=lambda states: states.bytes_of(1, 4))

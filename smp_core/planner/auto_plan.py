@@ -90,8 +90,8 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     split = math.prod(degrees_of(asked).values())
     samples = asked.plan.global_batch or micro_batch * step.accumulated * (cluster.topology.world_size // split)
     hardware = hardware_of_run(asked, cluster, step.device)
-    kept = planned_states(asked.planner.optimizer, step.optimizers).tensors
-    optimizer = next(name for name, states in OPTIMIZERS.items() if states.tensors == kept)
+    kept = planned_states(asked.planner.optimizer, step.optimizers).bytes_of(1, 4)
+    optimizer = next(name for name, states in OPTIMIZERS.items() if states.bytes_of(1, 4) == kept)
     work = Workload(sequence, samples, "trainer", optimizer)
     try:
         computed = dtype_of(asked.param_dtype) if asked.param_dtype != "auto" else step.precision.param_dtype

@@ -147,11 +147,13 @@ class SearchSpace:
         k = min(self.hardware.ranks_per_node, of_stage) // layout["tensor_parallel_degree"]
         kept = ["shards", *(["parameters", "gradients"] if gathers and several else [])]
         replicas = layout["shard_degree"] * layout["tensor_parallel_degree"] < of_stage
+        # parts of all replicas would cut blocks of 8-bit states, which share a scale
+        over_world = replicas and self.workload.states.bytes_each is None
         copies = ["auto", *(["node"] if layout["shard_degree"] > k > 1 else [])]
         dtype = "bfloat16" if self.workload.precision == "mixed" else None
         for keep in self._open("keep_between_micro_batches", kept):
             for copy in self._open("reshard_after_forward", copies if keep == "shards" else ["auto"]):
-                for states in self._open("optimizer_shard", ["shard", *(["world"] if replicas else [])]):
+                for states in self._open("optimizer_shard", ["shard", *(["world"] if over_world else [])]):
                     named = {
                         **layout,
                         "param_dtype": dtype,

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.optimizer.kinds import TORCHS_ELEMENTWISE
+from smp_core.sharding.optimizer.kinds import STEP_SHARDS
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
 from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
 
@@ -115,7 +115,7 @@ class HostOptimizer:
         self._in: Any = torch.get_device_module(device).Stream(device) if behind else None
         self._hosted: dict[torch.Tensor, _HostParameter] = {}
         # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
-        self._in_chunks = kind in TORCHS_ELEMENTWISE
+        self._in_chunks = kind in STEP_SHARDS
         self._stepper = kind.__new__(kind)
         # As if unpickled, which is torch's own way to make one without parameters.
         self._stepper.__setstate__({**_attributes(optimizer), "state": defaultdict(dict), "param_groups": []})

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from smp_core.optim import Muon
+from smp_core.optim import AdamW8bit, Muon
 
 K = TypeVar("K", bound=type[torch.optim.Optimizer])
 
@@ -33,6 +33,9 @@ TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """torch's optimizers that step each element by itself, and sharded parameters like unsharded ones."""
 
+STEP_SHARDS: frozenset[type[torch.optim.Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
+"""Optimizers that step each sharded parameter like an unsharded one, by itself: without a trial, in any portions."""
+
 # Of other packages, by name, which are not imported for it.
 _ELEMENTWISE = frozenset(
     (
@@ -44,7 +47,7 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon)
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon, AdamW8bit)
 # Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (
@@ -99,7 +102,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if not _steps_elements(kind):
         gives = "optimizer_shard='world' gives each rank a part of every tensor"
         instead = "write optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
-        raise _refusal(kind, "element", "a tensor" if _is_named(kind, _ACROSS) else "", gives, instead)
+        looks_across = "a tensor" if _is_named(kind, _ACROSS) else ""
+        if issubclass(kind, AdamW8bit):
+            looks_across = "blocks of a row, whose elements share a scale"
+        raise _refusal(kind, "element", looks_across, gives, instead)
 
 
 def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
@@ -126,7 +132,8 @@ def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
     if any(base.__module__.split(".")[0] == _TORCHAO for base in kind.__mro__):
         raise ValueError(
             f"{kind.__name__} is torchao's, whose states are tensors of a kind of its own that checkpoints cannot hold "
-            "yet; write torch.optim.AdamW, with optimizer_shard='world' or state_offload='optimizer' for less memory"
+            "and that differ from degree to degree; write smp_core.optim.AdamW8bit for states of 8 bits, or "
+            "torch.optim.AdamW, with optimizer_shard='world' or state_offload='optimizer' for less memory"
         )
 
 

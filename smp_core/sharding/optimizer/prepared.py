@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.optim import Muon
+from smp_core.optim import AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
@@ -312,6 +312,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
         optimizer.meter = models[0].meter
     homes = Homes(models)
     homes.take_in(optimizer)
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.require_whole_blocks()
     host = any(model.config.state_offload == "optimizer" for model in models)
     for model in models:
         if model.config.optimizer_shard == "world":

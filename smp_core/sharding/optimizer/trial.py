@@ -1,9 +1,9 @@
 """Whether an optimizer can step sharded parameters, found out before training by stepping small ones.
 
-torch's elementwise optimizers are known to. Of any other class an optimizer like the one at hand is made and stepped on
-likenesses of its sharded parameters, a shard of no elements included, in the place of this rank. Collectives go to
-torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only cannot leave the
-others waiting; whether it failed anywhere is asked afterwards.
+torch's elementwise optimizers are known to, and AdamW8bit. Of any other class an optimizer like the one at hand is made
+and stepped on likenesses of its sharded parameters, a shard of no elements included, in the place of this rank.
+Collectives go to torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only
+cannot leave the others waiting; whether it failed anywhere is asked afterwards.
 
 The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg`` registers it when it is imported.
 """
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import of_all_ranks
-from smp_core.sharding.optimizer.kinds import TORCHS_ELEMENTWISE
+from smp_core.sharding.optimizer.kinds import STEP_SHARDS
 from smp_core.torch_facts import is_absent
 
 logger = logging.getLogger("smp")
@@ -41,7 +41,7 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     sharded = [p for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)]
     meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
-    if kind in TORCHS_ELEMENTWISE or not meshes:
+    if kind in STEP_SHARDS or not meshes:
         return
     is_muon = kind.__name__.lower().endswith("muon")
     instead = "smp_core.optim.Muon(muon_groups(model))" if is_muon else "another optimizer, such as AdamW"

@@ -18,6 +18,7 @@ from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
+from smp_core.optim import AdamW8bit
 from tests.core.pipeline.cases import Case, example_of
 from tests.core.tensor_parallel.model_cases import batches, build, full, loss_of, optimizer_of
 from tests.harness import run_ranks
@@ -26,7 +27,7 @@ Layout = dict[str, Any]
 """Of a case; without stages the ranks are a partition group."""
 
 
-def trained(layout: Layout, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def trained(layout: Layout, steps: int, in_8_bits: bool = False) -> tuple[ParallelModel, torch.optim.Optimizer]:
     kind, stages = "gpt2_deep", layout.get("stages", 1)
     case = Case(kind, micro_batches=2, **layout)
     if stages > 1:
@@ -35,6 +36,8 @@ def trained(layout: Layout, steps: int) -> tuple[ParallelModel, torch.optim.Opti
         model = build(kind, seed=dist.get_rank())
         parallel = parallelize(example_of(model), SmpConfig(shard_degree=layout["shard"]))
     optimizer = optimizer_of(parallel.module)
+    if in_8_bits:
+        optimizer = AdamW8bit(parallel.module.parameters(), min_8bit_size=0)
     parallel.prepare_optimizer(optimizer)
     for micro in batches(1, steps):
         own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
@@ -58,16 +61,16 @@ def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dic
     return flat
 
 
-def save(folder: Path, layout: Layout) -> dict[str, Any]:
-    parallel, optimizer = trained(layout, 2)
+def save(folder: Path, layout: Layout, in_8_bits: bool = False) -> dict[str, Any]:
+    parallel, optimizer = trained(layout, 2, in_8_bits)
     state = {"state_dict": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
     config = {"config.json": parallel.module.config.to_json_string(use_diff=False)}
     save_checkpoint(folder, state, metadata={"module_prefix": ""}, extra_files=config)
     return everything(parallel, optimizer)
 
 
-def load(folder: Path, layout: Layout) -> dict[str, Any]:
-    parallel, optimizer = trained(layout, 1)
+def load(folder: Path, layout: Layout, in_8_bits: bool = False) -> dict[str, Any]:
+    parallel, optimizer = trained(layout, 1, in_8_bits)
     state: dict[str, Any] = {"state_dict": parallel.model_state()}
     load_checkpoint(folder, state)
     parallel.take_model_state(state["state_dict"])
@@ -93,6 +96,16 @@ def test_stages_load_what_other_numbers_of_them_saved(tmp_path: Path) -> None:
     consolidate(tmp_path / "two", tmp_path / "exported")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     assert all(torch.equal(saved[0][name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_moments_of_8_bits_go_through_stages(tmp_path: Path) -> None:
+    """Their scales are sharded without being of a parameter's shape."""
+    for first, second in (({"stages": 2, "shard": 2}, {"shard": 4}), ({"shard": 4}, {"stages": 2, "shard": 2})):
+        folder = tmp_path / f"{len(first)}"
+        saved = run_ranks(save, 4, folder, first, in_8_bits=True)
+        assert any(name.endswith("exp_avg_scale") for name in saved[0])
+        assert_bits(saved, run_ranks(load, 4, folder, second, in_8_bits=True))
 
 
 LAYOUTS: dict[str, tuple[int, Layout]] = {

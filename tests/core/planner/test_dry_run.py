@@ -13,6 +13,7 @@ from smp_core.config import SmpConfig
 from smp_core.dry_run.split_trace import trace_model
 from smp_core.dry_run.step import rehearse
 from smp_core.engine.decide import decide
+from smp_core.plan import OPTIMIZERS
 from smp_core.planner import Workload, plan, trace
 from smp_core.planner.devices import Device
 from smp_core.planner.dry_run import RUN_KINDS, DryRun, Question, dry_run
@@ -175,6 +176,15 @@ def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: Model
     for case, each in zip(MORE_CASES, found, strict=True):
         assert_planned(traced, case, each)
     assert planned(traced, *WHOLE_TOKENS)[1] == of_whole_tokens.sent
+
+
+@pytest.mark.slow
+def test_moments_of_8_bits_take_what_is_planned() -> None:
+    asked = replace(question((1, 1, {"shard_degree": 4})), optimizer="adamw8bit")
+    (found,) = dry_run(asked)
+    made = decide(trace_model("small", TOKENS, FIELDS).shapes["none"], SmpConfig(**asked.knobs), NODES.cluster())
+    (states,) = states_of(made, OPTIMIZERS["adamw8bit"])
+    assert states.memory.optimizer_states == pytest.approx(found.memory["optimizer"], rel=0.03)
 
 
 def test_tensor_ranks_hold_what_split_layers_show() -> None:

@@ -307,6 +307,16 @@ def test_a_padded_vocabulary_is_said(tiny: ModelTrace) -> None:
     assert f"{WORDS} rows instead of 91" in str(table(found).caption)
 
 
+def test_moments_of_8_bits_are_not_planned_over_the_world(tiny: ModelTrace) -> None:
+    """Where torch's AdamW is: the step would refuse it."""
+    hardware = Hardware.parse("4x8:a100-40g@400gbps")
+    fixed, over_world = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "micro_batch": 1}, []
+    for optimizer in ("adamw", "adamw8bit"):
+        found = search(tiny, hardware, Workload(4096, 512, optimizer=optimizer), fixed)
+        over_world.append(any(each.plan.knobs.optimizer_shard == "world" for each in found.ranked))
+    assert over_world == [True, False]
+
+
 def test_tensor_degrees_are_planned_with_everything_else(tiny: ModelTrace) -> None:
     hardware = Hardware.parse("4x8:a100-40g@400gbps")
     found = search(tiny, hardware, Workload(4096, 512), {"tensor_parallel_degree": 2, "micro_batch": 1})
