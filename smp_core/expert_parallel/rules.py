@@ -46,7 +46,6 @@ class ExpertParallelism(Subject):
             "write tensor_parallel_degree=1, or expert_parallel_degree=1",
         ),
         Clash("compilation", "`compile`", asked_for("compile"), "leave compile out, or write expert_parallel_degree=1"),
-        Clash("fp8", "`fp8`", asked_for("fp8"), "leave fp8 out, or write expert_parallel_degree=1"),
         SYMMETRIC_MEMORY,
         Clash(
             "sharding",

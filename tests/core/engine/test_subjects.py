@@ -159,7 +159,6 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("expert parallelism", "pipeline stages"): {"knobs": {**EXPERT, **PIPELINE}},
     ("expert parallelism", "tensor ranks"): {"knobs": {**EXPERT, **TENSOR}},
     ("expert parallelism", "`compile`"): {"knobs": {**EXPERT, "compile": True}},
-    ("expert parallelism", "`fp8`"): {"knobs": {**EXPERT, "fp8": True}},
     ("expert parallelism", "`collectives.symmetric_memory`"): {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },

@@ -91,7 +91,6 @@ def test_experts_across_nodes_are_said() -> None:
         (OwnModel, {"tensor_parallel_degree": 2, "shard_degree": 4}, "tensor_parallel_degree=2; write tensor_par"),
         (Odd, {"expert_parallel_degree": 4}, "2 ranks of shard_degree hold the same experts and divide no dimension"),
         (OwnModel, {"compile": True}, "leave compile out"),
-        (OwnModel, {"fp8": True}, "leave fp8 out"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[str, Any], message: str) -> None:
