@@ -12,11 +12,17 @@ from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for
 
 KNOB = "expert_parallel_degree"
 
+
+def _losses_over_stages(draft: ModelDraft) -> str | None:
+    stages = draft.knobs.pipeline_parallel_degree
+    return f"pipeline_parallel_degree={stages}" if stages > 1 and draft.knobs.router_balance != "rank" else None
+
+
 _STAGES: Clash[ModelDraft] = Clash(
     "pipeline parallelism",
-    "pipeline stages",
-    asked_for("pipeline_parallel_degree", unless=1),
-    "write pipeline_parallel_degree=1, or leave it out",
+    "auxiliary losses of all ranks' tokens (`router_balance='global'`)",
+    _losses_over_stages,
+    "write pipeline_parallel_degree=1, or leave router_balance out",
 )
 _CAME_SHARDED: Clash[ModelDraft] = Clash(
     "sharding",
@@ -33,12 +39,6 @@ class ExpertParallelism(Subject):
     page = "mixture-of-experts.md"
     knobs = (KNOB,)
     apart = (
-        Clash(
-            "pipeline parallelism",
-            "pipeline stages",
-            asked_for("pipeline_parallel_degree", unless=1),
-            "write pipeline_parallel_degree=1, or expert_parallel_degree=1",
-        ),
         Clash(
             "tensor parallelism",
             "tensor ranks",
@@ -125,14 +125,14 @@ class RouterBalance(Subject):
             ValueError: what it is not built together with.
         """
         rate, asked = draft.knobs.router_bias_update_rate, draft.knobs.router_balance
-        if rate is not None:
-            self.require_together(draft, f"router_bias_update_rate={rate}")
         if asked == "global":
             self.require_together(draft, f"router_balance={asked!r}")
         elif asked == "auto":
             apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
             whose, why = ("rank", apart[0]) if apart else ("global", "as in one process")
             draft.settle("router_balance", whose, why)
+        if rate is not None:
+            self.require_together(draft, f"router_bias_update_rate={rate}")
 
 
 ROUTER_BALANCE = RouterBalance()

@@ -156,14 +156,15 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**TENSOR, "collectives": {"symmetric_memory": True}}
     },
     ("tensor parallelism", "models that came sharded"): {"knobs": TENSOR, "given": True},
-    ("expert parallelism", "pipeline stages"): {"knobs": {**EXPERT, **PIPELINE}},
     ("expert parallelism", "tensor ranks"): {"knobs": {**EXPERT, **TENSOR}},
     ("expert parallelism", "`compile`"): {"knobs": {**EXPERT, "compile": True}},
     ("expert parallelism", "`collectives.symmetric_memory`"): {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
     ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
-    ("router balance", "pipeline stages"): {"knobs": {"router_balance": "global", **PIPELINE}},
+    ("router balance", "auxiliary losses of all ranks' tokens (`router_balance='global'`)"): {
+        "knobs": {"router_balance": "global", **PIPELINE}
+    },
     ("router balance", "models that came sharded"): {"knobs": {"router_balance": "global"}, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},
