@@ -39,12 +39,6 @@ class ExpertParallelism(Subject):
     page = "mixture-of-experts.md"
     knobs = (KNOB,)
     apart = (
-        Clash(
-            "tensor parallelism",
-            "tensor ranks",
-            asked_for("tensor_parallel_degree", unless=1),
-            "write tensor_parallel_degree=1, or expert_parallel_degree=1",
-        ),
         Clash("compilation", "`compile`", asked_for("compile"), "leave compile out, or write expert_parallel_degree=1"),
         SYMMETRIC_MEMORY,
         Clash(

@@ -156,7 +156,6 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**TENSOR, "collectives": {"symmetric_memory": True}}
     },
     ("tensor parallelism", "models that came sharded"): {"knobs": TENSOR, "given": True},
-    ("expert parallelism", "tensor ranks"): {"knobs": {**EXPERT, **TENSOR}},
     ("expert parallelism", "`compile`"): {"knobs": {**EXPERT, "compile": True}},
     ("expert parallelism", "`collectives.symmetric_memory`"): {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}

@@ -88,7 +88,6 @@ def test_experts_across_nodes_are_said() -> None:
         (Normed, {}, r"norm.weight \(16,\) of OwnExperts does not have one row for each"),
         (Tied, {}, "shares parameters with another|shared with another"),
         (OwnModel, {"units": {"optional": ["*.experts"]}}, "is in units.optional"),
-        (OwnModel, {"tensor_parallel_degree": 2, "shard_degree": 4}, "tensor_parallel_degree=2; write tensor_par"),
         (Odd, {"expert_parallel_degree": 4}, "2 ranks of shard_degree hold the same experts and divide no dimension"),
         (OwnModel, {"compile": True}, "leave compile out"),
     ],
