@@ -114,6 +114,7 @@ def _dispatching(
             alone_R1 = expert_R[:, None]
             return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
 
+    @torch.compiler.disable  # how many rows there are is known in each call only
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()

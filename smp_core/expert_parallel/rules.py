@@ -39,7 +39,12 @@ class ExpertParallelism(Subject):
     page = "mixture-of-experts.md"
     knobs = (KNOB,)
     apart = (
-        Clash("compilation", "`compile`", asked_for("compile"), "leave compile out, or write expert_parallel_degree=1"),
+        Clash(
+            "compilation",
+            "`compile.fullgraph`: tokens are sent outside of graphs",
+            asked_for("compile.fullgraph"),
+            "write compile={'fullgraph': false}, or expert_parallel_degree=1",
+        ),
         SYMMETRIC_MEMORY,
         Clash(
             "sharding",
