@@ -59,7 +59,7 @@ class ExpertRanks:
     """The partition group as ranks that divide experts, and ranks that hold parts of the same ones.
 
     Attributes:
-        mesh: "rest" x "experts".
+        mesh: "rest" x "experts", with tensor ranks "tensor" inside.
         all: the ranks that divide experts; its communicator is used for tokens only, as those of ``stages``.
         stages: those on this node, and those with this place on their nodes; None where there is one stage.
     """
@@ -155,9 +155,14 @@ class SmpMesh:
         """
         if (degree, in_stages) not in self._expert_ranks:
             columns, rows = split(self.layout.groups(*PARTITION), degree)
-            both = [self._groups.own(columns), self._groups.own(rows)]
-            ranks = torch.tensor(self.shard_ranks).view(-1, degree)
-            mesh = DeviceMesh.from_group(both, self.device.type, ranks, mesh_dim_names=("rest", "experts"))
+            axes, shape = [self._groups.own(columns), self._groups.own(rows)], [-1, degree]
+            names = ["rest", "experts"]
+            if self.tensor_degree > 1:
+                axes.append(self.group(Axis.TENSOR))
+                shape.append(self.tensor_degree)
+                names.append(Axis.TENSOR.value)
+            ranks = torch.tensor(self.layout.ranks(self.rank, *PARTITION, Axis.TENSOR)).view(shape)
+            mesh = DeviceMesh.from_group(axes, self.device.type, ranks, mesh_dim_names=tuple(names))
             two = stages(rows, self.topology) if in_stages else None
             pair = None if two is None else (self._groups.make(two[0]), self._groups.make(two[1]))
             self._expert_ranks[degree, in_stages] = ExpertRanks(mesh, self._groups.make(rows), pair)

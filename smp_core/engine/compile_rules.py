@@ -21,6 +21,12 @@ def _recomputes_split_layers(draft: ModelDraft) -> str | None:
     return "the compiler leaves out what is recomputed around split layers"
 
 
+def _recomputes_dispatches(draft: ModelDraft) -> str | None:
+    if draft.knobs.expert_parallel_degree == 1 or not draft.activations.checkpointed:
+        return None
+    return "the compiler leaves out what is recomputed around experts on several ranks"
+
+
 class Compilation(Subject):
     """torch.compile of blocks, as one of the subjects."""
 
@@ -38,6 +44,12 @@ class Compilation(Subject):
             "tensor parallelism",
             "recomputed blocks (`activations`): they are not compiled, with a warning",
             _recomputes_split_layers,
+            "leave activations or compile out",
+        ),
+        Clash(
+            "expert parallelism",
+            "recomputed blocks (`activations`) with experts on several ranks: they are not compiled, with a warning",
+            _recomputes_dispatches,
             "leave activations or compile out",
         ),
     )

@@ -121,7 +121,7 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    routers = balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
+    routers = balance_routers(model, whole_plan, mesh.gradient_group, meter, mesh.device)
     recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
     casts = CastParameters(model, plan.replicated_casts, recomputed)
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED

@@ -27,7 +27,7 @@ from torch import nn
 
 from smp_core.comm import CommMeter, FlatAllReduce
 from smp_core.plan import Plan
-from smp_core.torch_facts import after_each_step, lies_in
+from smp_core.torch_facts import after_each_step, is_absent, lies_in
 from smp_core.watch import here
 
 logger = logging.getLogger("smp")
@@ -135,6 +135,7 @@ def balance_routers(
     """Do what ``router_balance`` and ``router_bias_update_rate`` ask, in place, before anything is sharded.
 
     Args:
+        plan: of all pipeline stages.
         group: the ranks whose gradients are added up.
 
     Raises:
@@ -225,6 +226,8 @@ class Biases:
                     "keep it in float32 (module.float() of the router's bias), or leave the rate out"
                 )
             experts = named[_experts_near(name, plan, bias.numel(), rate)]
+            if any(map(is_absent, experts.parameters())):
+                continue  # another pipeline stage counts its choices
             setattr(experts, _COUNTS, torch.zeros(bias.numel(), dtype=torch.int64, device=device))
             experts.register_forward_pre_hook(_count, with_kwargs=True)
             self._pairs.append((named[name], experts))
@@ -238,6 +241,8 @@ class Biases:
     @torch.no_grad()
     def update(self) -> None:
         """Move all biases by the choices since the last time. Collective."""
+        if not self._pairs:
+            return
         counts = [getattr(experts, _COUNTS) for _, experts in self._pairs]
         everyones = torch.cat(counts)
         self._sums(everyones)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.activations import SENDS
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
 from smp_core.plan import ExpertShape, Plan
@@ -59,29 +59,53 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
-    over = ranks.mesh["experts"]
     dispatch: Dispatch = FlatDispatch(ranks.all, meter)
     if ranks.stages is not None:
         dispatch = TwoHopDispatch(*ranks.stages, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
+        _require_whole_tokens(module, site.name, mesh)
         for name, whole in list(module.named_parameters(recurse=False)):
-            own = whole.detach().chunk(degree)[over.get_local_rank()].clone()
-            dealt = nn.Parameter(DTensor.from_local(own, over, [Shard(0)], run_check=False), whole.requires_grad)
+            dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
             dealt.__dict__.update(whole.__dict__)
             setattr(module, name, dealt)
-        inner = vars(module).get("forward") or functools.partial(type(module).forward, module)
+        own_forward = functools.partial(type(module).forward, module)
+        inner = vars(module).get("forward") or own_forward
         setattr(module, SENDS, True)
-        module.forward = _dispatching(module, inner, dispatch, site.experts)
+        module.forward = _dispatching(module, inner, inspect.signature(own_forward), dispatch, site.experts)
     return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["rest"])
 
 
+def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
+    """Refuse experts that tensor ranks leave whole and give different tokens: their gradients would be added up in
+    forwards that ranks without rows leave out."""
+    is_split = any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+    if mesh.tensor_degree > 1 and not is_split and "forward" in vars(module):
+        raise ValueError(
+            f"expert_parallel_degree beside tensor_parallel_degree={mesh.tensor_degree}: {name} is whole on tensor "
+            f"ranks, which have different tokens; write the role 'experts' for it, or 'whole' for the module around it "
+            f"(tensor_parallel={{'plan': {{'*.{name.rpartition('.')[2]}': 'experts'}}}}), or "
+            "tensor_parallel={'sequence_parallel': false}"
+        )
+
+
+def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return this rank's experts of a parameter, of which tensor ranks may have parts of each expert."""
+    if not isinstance(whole, DTensor):
+        over = mesh["experts"]
+        own = whole.detach().chunk(over.size())[over.get_local_rank()].clone()
+        return DTensor.from_local(own, over, [Shard(0)], run_check=False)
+    over = mesh["experts", Axis.TENSOR.value]
+    own = whole.detach().to_local().chunk(over.size(0))[over.get_local_rank(0)].clone()
+    placements = [Shard(0), *whole.placements]
+    return DTensor.from_local(own, over, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def _dispatching(
-    module: Any, inner: Callable[..., torch.Tensor], dispatch: Dispatch, experts: int
+    module: Any, inner: Callable[..., torch.Tensor], signature: inspect.Signature, dispatch: Dispatch, experts: int
 ) -> Callable[..., torch.Tensor]:
     """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
     local_experts = experts // dispatch.degree
-    signature = inspect.signature(inner)
 
     def run(rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with _local(module, local_experts):
@@ -90,6 +114,7 @@ def _dispatching(
             alone_R1 = expert_R[:, None]
             return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
 
+    @torch.compiler.disable  # how many rows there are is known in each call only
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
@@ -105,21 +130,30 @@ def _dispatching(
 
 @contextlib.contextmanager
 def _local(module: Any, experts: int) -> Iterator[None]:
-    """Let the module have this rank's experts only, as plain tensors. (They go into ``_parameters``, which has no
-    public name: setting an attribute takes nothing but parameters in the place of one.)"""
+    """Let the module have this rank's experts only: plain tensors, or DTensors over tensor ranks with parts of each.
+    (They go into ``_parameters``, which has no public name: setting an attribute takes nothing but parameters in the
+    place of one.)"""
     kept, all_experts = dict(module._parameters), module.num_experts
     try:
         module.num_experts = experts
         for name, parameter in kept.items():
-            module._parameters[name] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            module._parameters[name] = _of_own_experts(parameter) if isinstance(parameter, DTensor) else parameter
         yield
     finally:
         module._parameters.update(kept)
         module.num_experts = all_experts
 
 
+def _of_own_experts(parameter: DTensor) -> torch.Tensor:
+    own = parameter.to_local()
+    if parameter.device_mesh.ndim == 1:
+        return own
+    return DTensor.from_local(own, parameter.device_mesh[Axis.TENSOR.value], parameter.placements[1:], run_check=False)
+
+
 def _nothing_of(module: nn.Module) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
     exchanges like that of the others."""
-    firsts = [parameter.reshape(-1)[:1].sum() for parameter in module.parameters(recurse=False)]
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters(recurse=False)]
+    firsts = [parameter.reshape(-1)[:1].sum() for parameter in own]
     return torch.stack(firsts).sum() * 0

@@ -12,11 +12,17 @@ from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for
 
 KNOB = "expert_parallel_degree"
 
+
+def _losses_over_stages(draft: ModelDraft) -> str | None:
+    stages = draft.knobs.pipeline_parallel_degree
+    return f"pipeline_parallel_degree={stages}" if stages > 1 and draft.knobs.router_balance != "rank" else None
+
+
 _STAGES: Clash[ModelDraft] = Clash(
     "pipeline parallelism",
-    "pipeline stages",
-    asked_for("pipeline_parallel_degree", unless=1),
-    "write pipeline_parallel_degree=1, or leave it out",
+    "auxiliary losses of all ranks' tokens (`router_balance='global'`)",
+    _losses_over_stages,
+    "write pipeline_parallel_degree=1, or leave router_balance out",
 )
 _CAME_SHARDED: Clash[ModelDraft] = Clash(
     "sharding",
@@ -34,19 +40,11 @@ class ExpertParallelism(Subject):
     knobs = (KNOB,)
     apart = (
         Clash(
-            "pipeline parallelism",
-            "pipeline stages",
-            asked_for("pipeline_parallel_degree", unless=1),
-            "write pipeline_parallel_degree=1, or expert_parallel_degree=1",
+            "compilation",
+            "`compile.fullgraph`: tokens are sent outside of graphs",
+            asked_for("compile.fullgraph"),
+            "write compile={'fullgraph': false}, or expert_parallel_degree=1",
         ),
-        Clash(
-            "tensor parallelism",
-            "tensor ranks",
-            asked_for("tensor_parallel_degree", unless=1),
-            "write tensor_parallel_degree=1, or expert_parallel_degree=1",
-        ),
-        Clash("compilation", "`compile`", asked_for("compile"), "leave compile out, or write expert_parallel_degree=1"),
-        Clash("fp8", "`fp8`", asked_for("fp8"), "leave fp8 out, or write expert_parallel_degree=1"),
         SYMMETRIC_MEMORY,
         Clash(
             "sharding",
@@ -126,14 +124,14 @@ class RouterBalance(Subject):
             ValueError: what it is not built together with.
         """
         rate, asked = draft.knobs.router_bias_update_rate, draft.knobs.router_balance
-        if rate is not None:
-            self.require_together(draft, f"router_bias_update_rate={rate}")
         if asked == "global":
             self.require_together(draft, f"router_balance={asked!r}")
         elif asked == "auto":
             apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
             whose, why = ("rank", apart[0]) if apart else ("global", "as in one process")
             draft.settle("router_balance", whose, why)
+        if rate is not None:
+            self.require_together(draft, f"router_bias_update_rate={rate}")
 
 
 ROUTER_BALANCE = RouterBalance()

@@ -26,10 +26,13 @@ from smp_core.fp8.scaling import WEIGHT, Fp8State
 
 
 class GatheredWeight(torch.Tensor):
-    """A tensor of value ``data8 * inverse_scale``, of ``data8``'s shape and the dtype given."""
+    """A tensor of value ``data8 * inverse_scale``, of ``data8``'s shape and the dtype given.
+
+    Views of all of it have one scale: a new one, of the next gather, is that of all of them, as its bytes are.
+    """
 
     data8: torch.Tensor
-    inverse_scale: torch.Tensor
+    _scale: list[torch.Tensor]
 
     # Operations arrive in __torch_dispatch__ below; results are plain tensors, not wrapped again.
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
@@ -45,7 +48,15 @@ class GatheredWeight(torch.Tensor):
     def __init__(
         self, data8: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype, requires_grad: bool = False
     ) -> None:
-        self.data8, self.inverse_scale = data8, inverse_scale
+        self.data8, self._scale = data8, [inverse_scale]
+
+    @property
+    def inverse_scale(self) -> torch.Tensor:
+        return self._scale[0]
+
+    def scale_by(self, inverse_scale: torch.Tensor) -> None:
+        """Take another scale, for new bytes in the same storage."""
+        self._scale[0] = inverse_scale
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
@@ -68,7 +79,9 @@ class GatheredWeight(torch.Tensor):
                     return func(dequantize(weight), *args[1:], **kwargs)
             if func is torch.ops.aten.view.default and tuple(args[1]) != tuple(weight.shape):
                 return func(dequantize(weight), *args[1:], **kwargs)
-            return GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
+            view = GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
+            view._scale = weight._scale
+            return view
         if func is torch.ops.aten.zeros_like.default:  # a gradient of nothing, perhaps of a weight that is freed
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=args[0].device)
         args, kwargs = pytree.tree_map_only(GatheredWeight, dequantize, (args, kwargs))
@@ -116,7 +129,7 @@ class WeightGather:
         """
         if out is not None:
             assert isinstance(out, GatheredWeight)
-            out.inverse_scale = inverse
+            out.scale_by(inverse)
             return None
         data8 = payload.view(self._state.formats[WEIGHT])[: size[0]].view(size)
         return GatheredWeight(data8, inverse, dtype)

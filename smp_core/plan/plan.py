@@ -180,11 +180,13 @@ class Plan:
         return [self.replicated, *of_units]
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one pipeline stage: its parameters' units, and roots."""
+        """Return the plan of one pipeline stage: its parameters' units, roots, and its experts."""
         if self.stages is None:
             return self
         units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
-        return replace(self, shapes=replace(self.shapes, units=units))
+        held = {unit.name for unit in units.units}
+        experts = tuple(site for site in self.shapes.experts if site.name in held)
+        return replace(self, shapes=replace(self.shapes, units=units, experts=experts))
 
 
 def keeps_parameters(knobs: SmpConfig) -> bool:

@@ -431,7 +431,8 @@ class TokenTrial:
         ):
             torch.manual_seed(0)
             try:
-                for module in attributes if is_wide else ():
+                own = [module for module in attributes if is_wide or not isinstance(module, FSDPModule)]
+                for module in own:  # those of units gather
                     vars(module)["_forward_hooks"] = type(module._forward_hooks)()
                     vars(module)["_forward_pre_hooks"] = type(module._forward_pre_hooks)()
                 for module in attributes if evaluating else ():

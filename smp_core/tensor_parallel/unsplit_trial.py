@@ -144,13 +144,13 @@ class UnsplitTrial:
         """
         device, is_wide, drawing = hidden.device, dtype is not None, self._drawing()
         # Phase 1: as it is split.
-        with torch.no_grad(), drawing.undisturbed(device, is_wide, evaluating=True):
+        with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)
             given, whole_given = self._given(args, kwargs, own_dim, drawing, hidden, dtype)
             torch.manual_seed(seed)
             split = self._played(self.forward, given, shown, self._noting)
         # Phase 2: as it was before.
-        with torch.no_grad(), drawing.undisturbed(device, is_wide, evaluating=True):
+        with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             for module in self.module.modules():
                 vars(module).update(self.unsplit.before.get(module, {}))
             forward = self.unsplit.before.get(self.module, {}).get("forward", self.forward)

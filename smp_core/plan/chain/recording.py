@@ -418,5 +418,6 @@ def _require_own(
         name, two = next(iter(shared.items()))
         raise ValueError(
             f"{refusal}{name} works in {' and in '.join(two[:2])}, which may be on different stages; only what comes "
-            "before and behind the blocks can share parameters (tied embeddings)"
+            "before and behind the blocks can share parameters (tied embeddings), and no loss can read what several "
+            "blocks computed, as that of routers does (output_router_logits)"
         )

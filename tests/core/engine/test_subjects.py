@@ -156,15 +156,16 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**TENSOR, "collectives": {"symmetric_memory": True}}
     },
     ("tensor parallelism", "models that came sharded"): {"knobs": TENSOR, "given": True},
-    ("expert parallelism", "pipeline stages"): {"knobs": {**EXPERT, **PIPELINE}},
-    ("expert parallelism", "tensor ranks"): {"knobs": {**EXPERT, **TENSOR}},
-    ("expert parallelism", "`compile`"): {"knobs": {**EXPERT, "compile": True}},
-    ("expert parallelism", "`fp8`"): {"knobs": {**EXPERT, "fp8": True}},
+    ("expert parallelism", "`compile.fullgraph`: tokens are sent outside of graphs"): {
+        "knobs": {**EXPERT, "compile": {"fullgraph": True}}
+    },
     ("expert parallelism", "`collectives.symmetric_memory`"): {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
     ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
-    ("router balance", "pipeline stages"): {"knobs": {"router_balance": "global", **PIPELINE}},
+    ("router balance", "auxiliary losses of all ranks' tokens (`router_balance='global'`)"): {
+        "knobs": {"router_balance": "global", **PIPELINE}
+    },
     ("router balance", "models that came sharded"): {"knobs": {"router_balance": "global"}, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},
@@ -173,6 +174,10 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("compilation", "recomputed blocks (`activations`): they are not compiled, with a warning"): {
         "knobs": {**TENSOR, "compile": True, "activations": "full"}
     },
+    (
+        "compilation",
+        "recomputed blocks (`activations`) with experts on several ranks: they are not compiled, with a warning",
+    ): {"knobs": {**EXPERT, "compile": True, "activations": "full"}},
     ("fp8", "recomputation in Transformer Engine's layers (`fp8.backend`), whose scales are others the second time"): {
         "knobs": {**ENGINE_FP8, "activations": "full"}
     },

@@ -53,8 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _family(kind: str, loads: str = "") -> nn.Module:
-    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS, **FAMILIES[kind]}
+def _family(kind: str, **sizes: int) -> nn.Module:
+    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS, **FAMILIES[kind], **sizes}
     config = getattr(transformers, f"{kind}Config")(**known)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -138,10 +138,19 @@ def balanced(exact: bool = True) -> nn.Module:
     return model
 
 
+def _wide() -> nn.Module:
+    """Experts whose halves FP8 takes."""
+    return _family("Qwen3Moe", moe_intermediate_size=32)
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
     "own experts": OwnModel,
     "one expert takes all": functools.partial(OwnModel, to_one=True),
     "frozen words": _frozen_words,
 }
-BALANCED = {"balanced": balanced, "balanced in float32": functools.partial(balanced, exact=False)}
+BALANCED = {
+    "wide experts": _wide,
+    "balanced": balanced,
+    "balanced in float32": functools.partial(balanced, exact=False),
+}
 MODELS.update({**BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

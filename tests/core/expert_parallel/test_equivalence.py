@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch._dynamo.utils import counters  # the compiler's only count of its graphs
 
-from tests.core.expert_parallel.cases import Case, assert_like_one_process
+from tests.core.expert_parallel.cases import Case, assert_like_one_process, problems
 from tests.core.expert_parallel.models import FAMILIES, OWN
+from tests.harness import run_ranks
 
 LAYOUTS = ({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}, {"shard": 4, "expert": 4})
 
@@ -62,6 +65,41 @@ def test_experts_are_drawn_shard_by_shard_as_in_one_process() -> None:
     """1e-12, as above."""
     delayed = (("delayed_init", True),)
     assert_like_one_process([Case("Mixtral", **layout, knobs=delayed) for layout in LAYOUTS])
+
+
+COMPILED = (("compile", {"backend": "aot_eager"}),)
+
+
+def compiled(cases: list[Case]) -> list[tuple[list[str], int]]:
+    """What is further off than 1e-12 from one process, and how many graphs the compiler made; by case."""
+    found = []
+    for case in cases:
+        torch.compiler.reset()
+        counters.clear()
+        (lines,) = problems([case])
+        found.append((lines, counters["stats"]["unique_graphs"]))
+    return found
+
+
+def assert_compiled_like_one_process(cases: list[Case]) -> None:
+    for trained in run_ranks(compiled, 4, cases, ranks_per_node=4, timeout=900):
+        for lines, graphs in trained:
+            assert lines == []
+            assert graphs > 0
+
+
+def test_compiled_blocks_with_experts_train_like_one_process() -> None:
+    """1e-12, as above. Tokens are sent between graphs."""
+    assert_compiled_like_one_process([Case("one expert takes all", 4, 2, knobs=COMPILED)])
+
+
+@pytest.mark.slow
+def test_more_compiled_blocks_with_experts_train_like_one_process() -> None:
+    """1e-12, as above."""
+    kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3")
+    assert_compiled_like_one_process([Case(kind, 4, 2, micro_batches=2, knobs=COMPILED) for kind in kinds])
+    tensor = (*COMPILED, ("tensor_parallel_degree", 2))
+    assert_compiled_like_one_process([Case("Mixtral", 2, 2, knobs=tensor)])
 
 
 def test_two_hops_are_exact() -> None:

@@ -54,10 +54,11 @@ class Odd(OwnModel):
         ("node", {}, 4),
         ("node", {"shard_degree": 2}, 2),
         ("auto", {}, 4),
-        ("auto", {"compile": True}, 1),
+        ("auto", {"compile": True}, 4),
+        ("auto", {"compile": {"fullgraph": True}}, 1),
         (2, {}, 2),
         ("2", {}, 2),
-        (1, {"compile": True}, 1),
+        (1, {"compile": {"fullgraph": True}}, 1),
     ],
 )
 def test_degrees_are_settled(asked: Any, knobs: dict[str, Any], degree: int) -> None:
@@ -88,10 +89,8 @@ def test_experts_across_nodes_are_said() -> None:
         (Normed, {}, r"norm.weight \(16,\) of OwnExperts does not have one row for each"),
         (Tied, {}, "shares parameters with another|shared with another"),
         (OwnModel, {"units": {"optional": ["*.experts"]}}, "is in units.optional"),
-        (OwnModel, {"tensor_parallel_degree": 2, "shard_degree": 4}, "tensor_parallel_degree=2; write tensor_par"),
         (Odd, {"expert_parallel_degree": 4}, "2 ranks of shard_degree hold the same experts and divide no dimension"),
-        (OwnModel, {"compile": True}, "leave compile out"),
-        (OwnModel, {"fp8": True}, "leave fp8 out"),
+        (OwnModel, {"compile": {"fullgraph": True}}, "write compile={'fullgraph': false}"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[str, Any], message: str) -> None:

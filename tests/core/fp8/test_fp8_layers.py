@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.fp8 import Float8Linear, Fp8Recipe, convert_to_fp8
+from smp_core.fp8.gathered import GatheredWeight
 from smp_core.fp8.scaling import GRADIENT, INPUT, state_numbered
 from tests.core.fp8.fp8_runs import decibels
 
@@ -191,6 +192,14 @@ def test_experts_equal_one_linear_layer_each() -> None:
             mine = (index[:, 0] == expert)[:, None]
             expected += mine * weights * down(nn.functional.silu(gate) * linear)
     assert (seen - expected).abs().max() < 1e-12
+
+
+def test_all_views_of_a_gathered_weight_have_the_scale_of_its_bytes() -> None:
+    """DTensor makes new views: of a layer that is split over tensor ranks, of experts over theirs."""
+    gathered = GatheredWeight(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor(0.5), torch.float32)
+    view = nn.Parameter(gathered).view_as(gathered)
+    view.scale_by(torch.tensor(4.0))
+    assert torch.equal(gathered + 0, torch.full((2, 4), 4.0))
 
 
 def test_compiled_layers_compute_and_record_the_same_without_breaking_the_graph() -> None:
