@@ -235,3 +235,24 @@ def test_the_tables_of_optimizers_are_those_of_the_result() -> None:
     assert len(kinds) >= 60
     seconds = [row["seconds"] for row in found["rows"] if row["verdict"] == "refused"]
     assert max(seconds) < 5
+
+
+def test_predictions_of_recipes_are_those_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = module_of("recipes", monkeypatch)
+    shown = page("docs/recipes.md").split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
+    found = result("recipes")
+    assert shown.strip() == bench.table(found).strip(), "run benchmarks/recipes.py --page"
+    assert [row["name"] for row in found] == [row.name for row in bench.ROWS]
+    whole, context = found[:2]
+    assert whole["seconds"] is None and whole["gib"] > whole["capacity_gib"] > context["gib"], "the walk of the page"
+
+
+def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a file of benchmarks/."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", Path(ROOT, "benchmarks", f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    made: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, made)
+    spec.loader.exec_module(made)
+    return made
