@@ -34,7 +34,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         flops_per_sample: model FLOPs of one sample's training step, where counting them does not work, as in a compiled
             model; default: counted while the first batch runs.
         memory_every_n_steps: optimizer steps between two whose peak memory is taken apart by kind; default: none. A
-            watched step is slower (docs/memory.md).
+            watched step is slower (docs/memory-reports.md).
         memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
             ``memory.jsonl`` in the Trainer's ``output_dir``.
         run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` in

@@ -132,7 +132,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Run a block of training in which ranks may run out of batches before others (docs/ranks.md).
+        """Run a block of training in which ranks may run out of batches before others (docs/uneven-batches.md).
 
         Args:
             joinables: as of Accelerate's; what is joined are the prepared loaders that the block iterates.

@@ -72,7 +72,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             products (kernels of one's own); default: counted while the first batch runs.
         prefix: put before the names in loggers.
         memory_every_n_steps: optimizer steps between two whose peak memory is taken apart by kind; default: none. A
-            watched step is slower (docs/memory.md).
+            watched step is slower (docs/memory-reports.md).
         memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
             ``memory.jsonl`` in the Trainer's ``default_root_dir``.
         run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` where the

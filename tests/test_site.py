@@ -11,6 +11,23 @@ import pytest
 from tests.harness import ROOT
 
 DOCS = ROOT / "docs"
+# Pages that are looked up in, not read: tables of everything, and what is generated.
+REFERENCES = {
+    *(
+        "api",
+        "architecture",
+        "checkpoint-format",
+        "configuration",
+        "gpu",
+        "migrating-from-smp",
+        "optimizers",
+        "upstream",
+    ),
+    "versions",
+}
+LONG = {"planning"}
+"""Pages that are still to be split."""
+MOST_WORDS = 1500
 _spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
 assert _spec is not None and _spec.loader is not None
 hooks = importlib.util.module_from_spec(_spec)
@@ -38,3 +55,34 @@ def test_every_page_has_a_place_in_the_navigation() -> None:
     pages = {path.name for path in DOCS.glob("*.md")} | set(hooks.PAGES.values())
     assert sorted(listed) == sorted(pages)
     assert re.findall(r"^  - (\w+):$", navigation, flags=re.MULTILINE) == ["Start", "Guides", "Reference", "Internals"]
+
+
+def words_of(text: str) -> int:
+    """Words of a page without its code blocks."""
+    return len(re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL).split())
+
+
+def test_pages_are_short() -> None:
+    words = {path.stem: words_of(path.read_text(encoding="utf-8")) for path in DOCS.glob("*.md")}
+    assert REFERENCES | LONG <= words.keys()
+    long = {name: count for name, count in words.items() if count > MOST_WORDS}
+    assert {name: count for name, count in long.items() if name not in REFERENCES | LONG} == {}
+    assert long.keys() >= LONG, "short by now: take it off the list"
+
+
+def test_links_to_a_place_in_a_page_find_a_heading() -> None:
+    """By the names that the site gives to headings (pymdownx.slugs.slugify, lower case)."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    headings = {name: {slug(found) for found in re.findall(r"^#+ (.*)$", text, re.M)} for name, text in texts.items()}
+    lost = [
+        f"{name}: {page}#{anchor}"
+        for name, text in texts.items()
+        for page, anchor in re.findall(r"\]\(([\w-]*\.md|)#([^()\s]+)\)", text)
+        if anchor not in headings.get(page or name, {anchor})
+    ]
+    assert lost == []
+
+
+def slug(heading: str) -> str:
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")

@@ -276,7 +276,7 @@ def _attend(
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: context parallelism keeps no mask of whole sequences; causality, documents and padding follow "
-            "from is_causal=True and the batch (docs/context-parallelism.md), so pass attn_mask=None"
+            "from is_causal=True and the batch (docs/context-batches.md), so pass attn_mask=None"
         )
     refuse_dropout(dropout_p)
     if key.shape[1] != query.shape[1] and not enable_gqa:

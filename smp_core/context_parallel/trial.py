@@ -48,7 +48,7 @@ ADVICE = (
     "Outside of torch's attention (F.scaled_dot_product_attention) a model has to compute each token by itself: take "
     "positions from smp_core.context_parallel.active.positions(tokens), not from the length (torch.arange, a slice of "
     "a table, cumsum), let the batch bring shifted targets, and neither convolve, pool, add up, shift nor select along "
-    "the tokens (docs/context-parallelism.md has an example). Otherwise write context_parallel_degree=1"
+    "the tokens (docs/context-batches.md has an example). Otherwise write context_parallel_degree=1"
 )
 
 

@@ -1,6 +1,7 @@
 """MemoryWatch: the parts of a step's peak memory every so many optimizer steps, over all ranks, in a log.
 
-What the monitors of both faces use. A watched step is slower (docs/memory.md has figures), the others are not touched.
+What the monitors of both faces use. A watched step is slower (docs/memory-reports.md has figures), the others are not
+touched.
 """
 
 from __future__ import annotations

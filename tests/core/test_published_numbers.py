@@ -55,7 +55,7 @@ def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_lab_row_of_tensor_ranks_is_that_of_the_result() -> None:
-    text = page("docs/tensor-parallelism.md")
+    text = page("docs/tensor-tokens.md")
     names = {
         "HSDP, two-hop": "hsdp-two-hop",
         '`shard_degree="node"`': "ours-node",
@@ -117,11 +117,11 @@ def test_memory_modes_are_those_of_the_result() -> None:
         row = f"| {shown} | {held} | {optimizer} | {f'{on_host:.1f} ' if on_host else ''}|"
         assert row in text, row
     shares = [found["watched_processor_seconds"] / found["processor_seconds"] - 1 for found in modes.values()]
-    assert f"(none to {max(shares):.1%} by mode".replace("%", " %") in text
+    assert f"(none to {max(shares):.1%} by mode".replace("%", " %") in page("docs/memory-reports.md")
 
 
 def test_the_memory_tier_is_that_of_the_result() -> None:
-    found, text = result("memory_tier"), page("docs/checkpoints.md")
+    found, text = result("memory_tier"), page("docs/checkpoints-in-memory.md")
     for cost in found["cost"]:
         row = (
             f"| {cost['shard_degree']} | {cost['compute_s']:.0f} s | {cost['step_ms']:.0f} ms | "
@@ -136,7 +136,7 @@ def test_the_memory_tier_is_that_of_the_result() -> None:
 
 
 def test_link_fits_are_those_of_the_results() -> None:
-    text = page("docs/sharding.md")
+    text = page("docs/measured-links.md")
     for name in ("links-2x2", "links-2x4"):
         found = Links.load(RESULTS / f"{name}.json")
         for place in ("inter", "flat"):
@@ -153,7 +153,7 @@ def test_link_fits_are_those_of_the_results() -> None:
 
 
 def test_overhead_is_that_of_the_result() -> None:
-    text = page("docs/lightning.md")
+    text = page("docs/lightning-runs.md")
     for found in result("overhead")["results"].values():
         assert found["ratio"] == statistics.median(found["ratios"])
         shown = f"| {found['ratio']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}) |"
@@ -202,7 +202,7 @@ def test_the_cost_of_noting_is_that_of_the_result() -> None:
 
 
 def test_the_tests_that_promises_name_are_there() -> None:
-    table = page("docs/checkpoints.md").split("| fault | promise | test |")[1].split("\n\n")[0]
+    table = page("docs/checkpoint-integrity.md").split("| fault | promise | test |")[1].split("\n\n")[0]
     named = [row.rpartition(" | ")[2] for row in table.splitlines()[2:]]
     assert len(named) > 20
     for test, places in (found for row in named for found in re.findall(r"(test_\w+)(?: \(([\w/, ]+)\))?", row)):
@@ -211,7 +211,7 @@ def test_the_tests_that_promises_name_are_there() -> None:
 
 
 def test_the_cost_of_a_check_of_every_byte_is_that_of_the_result() -> None:
-    text = " ".join(page("docs/checkpoints.md").split())
+    text = " ".join(page("docs/checkpoint-integrity.md").split())
     for name in ("checkpoint-checked", "checkpoint-1gb"):
         found = result(name)["results"][0]["check"]
         quartiles = {}

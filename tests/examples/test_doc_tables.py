@@ -49,7 +49,7 @@ def words_of(text: str) -> list[str]:
 def test_messages_of_the_page_on_what_happens_are_those_of_the_code() -> None:
     said = " ".join(word for text in texts() for word in words_of(text))
     wrong, seen = [], 0
-    for _, cells in rows_of("what-happens.md"):
+    for _, cells in itertools.chain(rows_of("what-happens.md"), rows_of("lost-ranks.md")):
         for message in re.findall(r"`([^`]+)`", cells[1]):
             words = words_of(message) if " " in message else []
             pairs = [" ".join(pair) for pair in itertools.pairwise(words)]

@@ -1,4 +1,4 @@
-"""A run that goes on by itself: a training script as docs/checkpoints.md shows, whose ranks are killed meanwhile.
+"""A run that goes on by itself: a training script as docs/restarts.md shows, whose ranks are killed meanwhile.
 
     torchrun --max-restarts N ... -m tests.lightning.restarting FOLDER PLAN
 

@@ -1,4 +1,4 @@
-"""A run that goes on by itself, as docs/checkpoints.md shows it, and whose ranks are killed meanwhile.
+"""A run that goes on by itself, as docs/restarts.md shows it, and whose ranks are killed meanwhile.
 
     torchrun --max-restarts N ... restarting.py KIND FOLDER PLAN
 
