@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,25 @@ def scaling(on: Device) -> Rows:
         count *= 2
 
 
+def recipe(on: Device) -> Rows:
+    """Yield SageMaker SMP's own measurement: Llama 3.1 8B, 16,384 tokens on all devices, four samples at once."""
+    for name, walk, published in (("bfloat16", "context", 2.03), ("FP8", "fp8", 3.05)):
+        yield name, partial(_samples_per_second, on, walk, published)
+
+
+def _samples_per_second(on: Device, walk: str, published: float) -> dict[str, Any]:
+    if on.rehearsal:
+        options = ["--tiny", "--steps", "4"]
+    else:
+        on.needs(fp8=walk == "fp8")
+        options = ["--batch", "4", "--steps", "12"]
+    ended = _run(on, ["examples/recipes/llama_8b_16k.py", "--walk", walk, *options], _count(on))
+    found = re.search(r"([\d.]+) samples/s at the end", ended.said)
+    if found is None:
+        raise RuntimeError(f"statuses {ended.statuses}: {ended.said.strip().splitlines()[-1:]}")
+    return {"samples/s": float(found[1]), "SMP published, on one p5": published}
+
+
 @dataclass
 class Ended:
     """The end of a world of ranks.
@@ -132,12 +152,21 @@ def _started(on: Device, item: str, name: str, ranks: int | None = None) -> Ende
     count = ranks or _count(on)
     if count < 2 and item != "scaling":
         raise NotHere("a second device")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures")
+        arguments = [__file__, item, name, "--device", on.device.type, "--out", str(out)]
+        ended = _run(on, arguments, count, without=1 if name == "stopped" else None)
+        figures = json.loads(out.read_text()) if out.exists() else None
+        return replace(ended, figures=figures)
+
+
+def _run(on: Device, arguments: list[str], count: int, without: int | None = None) -> Ended:
+    """Run a program on ranks of this host, and wait for all of them but one."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        out, said = Path(folder, "figures"), Path(folder, "said")
-        command = [sys.executable, __file__, item, name, "--device", on.device.type, "--out", str(out)]
+        said, command = Path(folder, "said"), [sys.executable, *arguments]
         world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
         environment = {**os.environ, **world, "MASTER_PORT": str(port)}
         began = time.perf_counter()
@@ -153,10 +182,9 @@ def _started(on: Device, item: str, name: str, ranks: int | None = None) -> Ende
                 )
                 for r in range(count)
             ]
-        statuses = _awaited(children, LIMIT * (10 if on.rehearsal else 1), without=1 if name == "stopped" else None)
+        statuses = _awaited(children, LIMIT * (10 if on.rehearsal else 1), without)
         seconds = time.perf_counter() - began
-        figures = json.loads(out.read_text()) if out.exists() else None
-        return Ended(figures, statuses, said.read_text(errors="replace"), seconds)
+        return Ended(None, statuses, said.read_text(errors="replace"), seconds)
 
 
 def _awaited(children: list[subprocess.Popen[bytes]], limit: float, without: int | None) -> list[int | None]:

@@ -9,7 +9,7 @@ import torch
 from recipe import Run
 from transformers import AutoModelForCausalLM
 
-from lightning_smp import SmpShardedStrategy
+from lightning_smp import SmpMonitor, SmpShardedStrategy
 
 
 class LanguageModel(L.LightningModule):
@@ -50,10 +50,13 @@ def train(run: Run, module: L.LightningModule, data: Any = None, **arguments: An
         arguments: of the Trainer, beside :meth:`Run.trainer_arguments`.
     """
     strategy = SmpShardedStrategy(**run.knobs)
-    trainer = L.Trainer(strategy=strategy, **{**run.trainer_arguments(), **arguments})
+    monitor = SmpMonitor(every_n_steps=max(1, run.steps // 4))
+    callbacks = [monitor, *arguments.pop("callbacks", ())]
+    trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **{**run.trainer_arguments(), **arguments})
     trainer.fit(module, run.loader(data))
     if run.flags.out is not None:
         trainer.save_checkpoint(run.flags.out / "checkpoint")
     by_step = torch.tensor(module.losses, dtype=torch.float64).view(-1, run.accumulate).mean(1).tolist()
     run.say(f"loss {by_step[0]:.4f} -> {by_step[-1]:.4f} in {len(by_step)} steps of {run.size.global_batch} samples")
+    run.say(f"{monitor.latest['samples_per_second']:.3f} samples/s at the end")
     return by_step

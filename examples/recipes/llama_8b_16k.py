@@ -59,8 +59,11 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Train, and return the loss of each optimizer step."""
     parser = RECIPE.flags(__doc__)
     parser.add_argument("--walk", choices=LEFT_OUT, default="fp8", help="the step of the walk (%(default)s)")
+    parser.add_argument("--batch", type=int, help="samples of a step, computed at once; default: one after the other")
     flags = parser.parse_args(arguments)
     size = walked(RECIPE.tiny if flags.tiny else RECIPE.full, flags.walk)
+    if flags.batch:
+        size = dataclasses.replace(size, micro_batch=flags.batch, global_batch=flags.batch)
     run = Run(RECIPE, flags, size)
     return train(run, LanguageModel(run))
 
