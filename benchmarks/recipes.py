@@ -1,6 +1,7 @@
 """What `smp plan` predicts of the recipes: memory of a device and time of a step, at the knobs that each file sets.
 
     python benchmarks/recipes.py          # benchmarks/results/recipes.json, minutes on a CPU
+    python benchmarks/recipes.py --only llama_70b_3d      # its rows anew, the others as they are
     python benchmarks/recipes.py --page   # writes the table of docs/recipes.md from that file
 
 Nothing is run but the planner. Knobs that it does not plan with are left out and named; those that a recipe leaves at
@@ -10,6 +11,7 @@ their defaults are fixed there.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import re
@@ -29,7 +31,8 @@ sys.path[:0] = [str(ROOT), str(RECIPES)]
 
 from recipe import Size  # noqa: E402
 
-from smp_core.planner import NothingFits, Workload, plan  # noqa: E402
+from smp_core.planner import ModelTrace, NothingFits, Workload, plan  # noqa: E402
+from smp_core.planner.trace import trace  # noqa: E402
 
 GIB = 2**30
 # What is fixed where a recipe says nothing: the defaults of a run.
@@ -86,6 +89,17 @@ ROWS = (
 )
 
 
+@functools.cache
+def traced_once(model: str, tokens: int) -> ModelTrace:
+    """Return the trace of a model, given as a module and function or as a configuration in JSON."""
+    if not model.startswith("{"):
+        return trace(model, tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.json")
+        config.write_text(model)
+        return trace(str(config), tokens)
+
+
 def predict(row: Row) -> dict[str, Any]:
     """Return a row of the result."""
     module = importlib.import_module(row.file)
@@ -104,18 +118,14 @@ def predict(row: Row) -> dict[str, Any]:
         "knobs": knobs,
         "left_out": left_out,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.json")
-        config.write_text(json.dumps(dict(size.model)))
-        workload = Workload(size.tokens, size.global_batch)
-        try:
-            recommended = plan(
-                row.model or str(config), cluster, workload, fixed={**fixed, "micro_batch": size.micro_batch}
-            )
-        except NothingFits as error:
-            needs = re.search(r"needs ([\d.]+) GiB of ([\d.]+)", str(error))
-            assert needs is not None
-            return {**found, "gib": float(needs[1]), "capacity_gib": float(needs[2]), "seconds": None}
+    traced = traced_once(row.model or json.dumps(dict(size.model)), size.tokens)
+    workload = Workload(size.tokens, size.global_batch)
+    try:
+        recommended = plan(traced, cluster, workload, fixed={**fixed, "micro_batch": size.micro_batch})
+    except NothingFits as error:
+        needs = re.search(r"needs ([\d.]+) GiB of ([\d.]+)", str(error))
+        assert needs is not None
+        return {**found, "gib": float(needs[1]), "capacity_gib": float(needs[2]), "seconds": None}
     chosen = recommended.chosen
     return {
         **found,
@@ -148,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the table of docs/recipes.md, predict nothing")
-    parser.add_argument("--only", help="rows of one file, printed and not written")
+    parser.add_argument("--only", help="rows of one file; the others stay as they are")
     flags = parser.parse_args()
     if flags.page:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
@@ -157,10 +167,12 @@ def main() -> None:
         PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", encoding="utf-8")
         return
     asked = [row for row in ROWS if flags.only in (None, row.file)]
-    rows = [predict(row) for row in asked]
+    found = {row.name: predict(row) for row in asked}
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else []
+    found = {**{row["name"]: row for row in known}, **found}
+    rows = [found[row.name] for row in ROWS if row.name in found]
     print(table(rows))
-    if flags.only is None:
-        RESULT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

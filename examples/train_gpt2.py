@@ -73,7 +73,7 @@ class LanguageModel(L.LightningModule):
 
     Args:
         config: of the Transformers model.
-        lr: peak learning rate; warms up over a twentieth of the steps and falls to a tenth as a cosine.
+        lr: peak learning rate; warms up over a fifth of the steps, without jumps of the loss, and falls to a tenth as a cosine.
         steps: optimizer steps of the whole run.
     """
 
@@ -108,7 +108,7 @@ class LanguageModel(L.LightningModule):
         self.log("val_perplexity", self.perplexity, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        warmup = max(1, self.steps // 20)
+        warmup = max(1, self.steps // 5)
 
         def factor(step: int) -> float:
             cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))

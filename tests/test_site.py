@@ -68,21 +68,3 @@ def test_pages_are_short() -> None:
     long = {name: count for name, count in words.items() if count > MOST_WORDS}
     assert {name: count for name, count in long.items() if name not in REFERENCES | LONG} == {}
     assert long.keys() >= LONG, "short by now: take it off the list"
-
-
-def test_links_to_a_place_in_a_page_find_a_heading() -> None:
-    """By the names that the site gives to headings (pymdownx.slugs.slugify, lower case)."""
-    texts = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
-    headings = {name: {slug(found) for found in re.findall(r"^#+ (.*)$", text, re.M)} for name, text in texts.items()}
-    lost = [
-        f"{name}: {page}#{anchor}"
-        for name, text in texts.items()
-        for page, anchor in re.findall(r"\]\(([\w-]*\.md|)#([^()\s]+)\)", text)
-        if anchor not in headings.get(page or name, {anchor})
-    ]
-    assert lost == []
-
-
-def slug(heading: str) -> str:
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
