@@ -340,7 +340,7 @@ def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[di
 def main() -> None:
     """Try, or write the page of what was tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names of classes; the others' rows stay")
+    parser.add_argument("--only", nargs="+", default=[], help="classes or libraries; the others' rows stay")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="write the table of docs/optimizers.md")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
@@ -349,7 +349,7 @@ def main() -> None:
         on_rank(Path(asked.rank[0]), json.loads(asked.rank[1]))
         return
     if not asked.page:
-        tried = [kind for kind in kinds() if not asked.only or kind[1] in asked.only]
+        tried = [kind for kind in kinds() if not asked.only or not {*kind}.isdisjoint(asked.only)]
         rows = try_all([[*kind, layout] for kind in tried for layout in LAYOUTS])
         result = {"versions": versions(), "ranks": WORLD, "trainer_names": trainer_names(), "rows": rows}
         if asked.only and asked.out.exists():
