@@ -66,7 +66,12 @@ def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
         if kind in _OTHER_LAYOUTS and not hasattr(module, _MARK):
             found.append(ExpertShape(name, kind, 0, f"{kind} is not of one tensor for all experts of a layer"))
         elif getattr(module, "smp_experts", False) or (hasattr(module, _MARK) and hasattr(module, "num_experts")):
-            found.append(ExpertShape(name, kind, module.num_experts, _problem(module)))
+            problem = _problem(module)
+            if name.rpartition(".")[2] == "base_layer":
+                problem = (
+                    f"adapters of {kind} (PEFT's target_parameters) make its weights anew from those of all experts"
+                )
+            found.append(ExpertShape(name, kind, module.num_experts, problem))
     return tuple(found)
 
 

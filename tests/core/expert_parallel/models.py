@@ -138,6 +138,16 @@ def balanced(exact: bool = True) -> nn.Module:
     return model
 
 
+def adapted(targets: list[str], parameters: list[str]) -> nn.Module:
+    """A Mixtral with PEFT's adapters."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights=False, target_modules=targets, target_parameters=parameters
+    )
+    return peft.get_peft_model(_family("Mixtral"), config)
+
+
 def _wide() -> nn.Module:
     """Experts whose halves FP8 takes."""
     return _family("Qwen3Moe", moe_intermediate_size=32)
@@ -148,9 +158,10 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "one expert takes all": functools.partial(OwnModel, to_one=True),
     "frozen words": _frozen_words,
 }
+ADAPTED = {"adapted": functools.partial(adapted, ["q_proj", "v_proj"], [])}
 BALANCED = {
     "wide experts": _wide,
     "balanced": balanced,
     "balanced in float32": functools.partial(balanced, exact=False),
 }
-MODELS.update({**BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
+MODELS.update({**ADAPTED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

@@ -102,6 +102,13 @@ def test_more_compiled_blocks_with_experts_train_like_one_process() -> None:
     assert_compiled_like_one_process([Case("Mixtral", 2, 2, knobs=tensor)])
 
 
+@pytest.mark.parametrize("more", [(), pytest.param((("activations", "full"),), marks=pytest.mark.slow)])
+def test_adapters_of_attention_train_like_one_process(more: tuple[tuple[str, str], ...]) -> None:
+    """1e-12, as above; experts on several ranks are frozen."""
+    pytest.importorskip("peft")
+    assert_like_one_process([Case("adapted", 4, 2, knobs=more)])
+
+
 def test_two_hops_are_exact() -> None:
     """1e-12, as above. Expert ranks on two nodes of two."""
     assert_like_one_process([Case(kind, 4, 4) for kind in ("Qwen3Moe", "one expert takes all")])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.core.expert_parallel.cases import plan_of
-from tests.core.expert_parallel.models import OwnExperts, OwnModel
+from tests.core.expert_parallel.models import OwnExperts, OwnModel, adapted
 
 
 class Dbrx(nn.Module):
@@ -96,6 +96,14 @@ def test_experts_across_nodes_are_said() -> None:
 def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(model(), **{"expert_parallel_degree": 2, **knobs})
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(
+        ValueError, match=r"adapters of MixtralExperts .*target_parameters.*write expert_parallel_degree=1"
+    ):
+        plan_of(adapted(["q_proj"], ["mlp.experts.down_proj"]), expert_parallel_degree=2)
 
 
 def test_experts_without_parameters_of_their_own_are_refused() -> None:
