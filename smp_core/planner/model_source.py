@@ -137,8 +137,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
             config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
     except Exception as error:
+        said = str(error).partition("\n")[0]  # Transformers' second line lists all models
         raise ValueError(
-            f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
+            f"the configuration ({kind}) makes no causal language model: {said}. Write package.module:function, a "
             "function that returns the model and its batch"
         ) from error
     _require_class(model, has_encoder)
