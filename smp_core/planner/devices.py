@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 # Dense bfloat16 tensor-core peaks in TFLOPS, by the words of `torch.cuda.get_device_name()`; the first row whose words
 # are all there counts.
@@ -81,7 +82,7 @@ class Device:
     source: str
     given_flops: float | None = None
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Peak of dense bfloat16 matrix products in FLOP/s."""
         found = self.given_flops or peak_flops(self.name)

@@ -153,8 +153,8 @@ class StepModel:
         plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
         gathers = replicas = 0.0
         for place, times in _places(count):
-            gathered = place == "first" or not plan.keeps_parameters
-            reduced = place == "last" or not plan.keeps_gradients
+            gathered = place in ("first", "only") or not plan.keeps_parameters
+            reduced = place in ("last", "only") or not plan.keeps_gradients
             gather = self.gather[0] if gathered else 0.0
             again = self.gather_again if gathered else 0.0
             in_backward = again + (self.sum[0] if reduced else 0.0)
@@ -210,7 +210,7 @@ class StepModel:
 def _places(count: int) -> list[tuple[str, int]]:
     """Return the kinds of micro-batches of a step, and how many of each; the only one is first and last."""
     if count == 1:
-        return [("first", 1)]
+        return [("only", 1)]
     return [("first", 1), ("last", 1), *([("middle", count - 2)] if count > 2 else [])]
 
 
