@@ -122,8 +122,8 @@ def _caption(found: Recommendation) -> str:
     most = max(waits, key=lambda part: waits[part])
     flips = [flip.words for flip in found.flips()] if found.objective != "memory" else []
     lines = [
-        f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
-        "for the CUDA context and the allocator (docs/planning.md).",
+        f"Of {found.found.considered:,} configurations bounds left {len(found.found.ranked):,} that fit to be ranked. "
+        "Memory has a margin for the CUDA context and the allocator (docs/planning.md).",
         f"Chosen is the simplest within {fastest.band.share:.0%} of the fastest, {layout_words(fastest)}: the fewest "
         "axes, then the fewest nodes in a partition group.",
         f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "

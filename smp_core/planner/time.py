@@ -69,12 +69,15 @@ def computing_seconds(
     return products / of_products + by_experts + context * attention / of_attention + moved / bandwidth
 
 
-def block_seconds(
+def computed_seconds(
     trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
-) -> float:
-    """Return the seconds that a block computes forward and backward, at the least."""
-    figures = trace.block[mode].at(micro_batch, held)
-    return sum(pass_seconds(figures, tensor, context, hardware.device, hardware.fitted))
+) -> tuple[float, float]:
+    """Return the seconds that a block computes forward and backward, and what is left of the model, at the least."""
+    device, fitted = hardware.device, hardware.fitted
+    block, rest = trace.block[mode].at(micro_batch, held), trace.rest[mode].at(micro_batch, held)
+    degree = trace.rest_degree(tensor)
+    of_rest = [computing_seconds(rest, phase, degree, device, fitted) for phase in ("forward", "backward")]
+    return sum(pass_seconds(block, tensor, context, device, fitted)), sum(of_rest)
 
 
 def pass_seconds(
