@@ -36,7 +36,11 @@ HOST_BANDWIDTH = 150e9
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step: of computing, and of what is waited for beside it; with pipeline stages of the one
-    that ends last, which waits for the others in ``pipeline``."""
+    that is busy longest, which waits for the others, and for messages, in ``pipeline``.
+
+    Attributes:
+        stage: that one; over_mean: how much longer it is busy than the mean stage, as a share.
+    """
 
     compute: float
     gathers: float
@@ -46,6 +50,8 @@ class StepTime:
     optimizer: float
     copies: float
     pipeline: float = 0.0
+    stage: int = 0
+    over_mean: float = 0.0
 
     @property
     def total(self) -> float:
