@@ -170,9 +170,10 @@ def waits_of(candidate: Candidate) -> str:
     if stages is None or time.over_mean < _UNEVEN:
         return line
     has_head = " with the head" if time.stage == stages.count - 1 else ""
+    sizes = ", ".join(map(str, stages.sizes))
     return (
-        f"{line} Stages are uneven: the {time.stage + 1}. of {stages.count}{has_head} is busy {time.over_mean:.0%} longer "
-        f"than the mean one, which is no bubble; blocks are cut as {', '.join(map(str, stages.sizes))} (pipeline.split)."
+        f"{line} Stages are uneven: the {time.stage + 1}. of {stages.count}{has_head} is busy {time.over_mean:.0%} "
+        f"longer than the mean one, which is no bubble; blocks are cut as {sizes} (pipeline.split)."
     )
 
 

@@ -114,10 +114,12 @@ class StepModel:
         self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
         self.mode = recomputation(plan)
         self.collectives = _GroupCollectives(plan, links, lambda nodes: hardware.slowed(nodes, fitted))
-        first = plan.shapes.parameters[0]
+        first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
         of_root = plan.split_shapes.elements - trace.blocks * of_blocks
+        trained = [share * n for share, n in zip(trace.trained, (of_blocks, of_root), strict=True)]
+        self.trained = (trace.blocks * trained[0] + trained[1]) / plan.split_shapes.elements
         knobs = plan.knobs
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
@@ -125,8 +127,8 @@ class StepModel:
         kept = knobs.reshard_after_forward
         of = self.collectives
         self.gather = [of.partition("all_gather", n * gathered.itemsize, spare_gather) for n in (of_blocks, of_root)]
-        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in (of_blocks, of_root)]
-        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in (of_blocks, of_root)]
+        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
+        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
         again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
         self.gather_again = 0.0 if kept is False else again
         self.spare_hop, self.stored = spare_hop, gathered.itemsize
@@ -204,12 +206,12 @@ class StepModel:
         """Return the seconds of the step of this rank's part of so many parameters of a tensor rank, wherever its
         states are."""
         plan, device = self.plan, self.hardware.device
-        elements = parameters / plan.shard_degree
+        elements = self.trained * parameters / plan.shard_degree
         over_world = plan.knobs.optimizer_shard == "world"
         after = 0.0
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(parameters * self.stored)
+            after = self.collectives.replicas_gather(self.trained * parameters * self.stored)
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -305,9 +307,12 @@ class _GroupCollectives:
 
 
 def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
-    """Return the model FLOPs of a training step by the convention of MFU: three forwards, causal attention as if it
-    were full (:mod:`smp_core.observe.monitoring`)."""
+    """Return the model FLOPs of a training step by the convention of MFU: causal attention as if it were full, three
+    times (:mod:`smp_core.observe.monitoring`), and products forward and backward, of frozen parameters once there."""
     block, rest = trace.block["none"].at(1, tokens), trace.rest["none"].at(1, tokens)
-    of_block = block.forward_products + block.forward_experts + block.full_attention
-    forward = trace.blocks * of_block + rest.forward_products
-    return 3 * samples * (forward + rest.full_attention)
+    products = 0.0
+    for figures, times in ((block, trace.blocks), (rest, 1)):
+        products += times * (figures.forward_products + figures.backward_products)
+        products += times * (figures.forward_experts + figures.backward_experts)
+    attention = trace.blocks * block.full_attention + rest.full_attention
+    return samples * (products + 3 * attention)

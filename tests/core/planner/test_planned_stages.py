@@ -120,7 +120,7 @@ def test_a_step_through_stages_is_computing_and_what_is_waited_for(tiny: ModelTr
     time = step_model(made, tiny, machines, machines.links(), TOKENS).step(4, 8)
     alone = decide(tiny.of_precision("none", "mixed"), SmpConfig(shard_degree=2), machines.cluster())
     whole = step_model(alone, tiny, machines, machines.links(), TOKENS).step(4, 8)
-    # That of the last stage, which has the head, and is busy longer than the mean of all four. 5 %: of what it waits for.
+    # That of the last stage, which has the head, and is busy longer than the mean one. 5 %: of what it waits for.
     assert time.stage == 3 and time.over_mean > 0.2
     assert time.compute == pytest.approx((1 + time.over_mean) * whole.compute / 4, rel=0.05)
     # The first forward and the last backward of three stages without a head, and messages.
