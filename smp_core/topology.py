@@ -16,6 +16,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,7 @@ class Topology:
                 f"ranks_per_node={ranks_per_node} does not divide the world of {world_size} ranks; "
                 f"allowed: {_listed(_divisors(world_size))}"
             )
-        nodes = tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node))
-        return cls(nodes, tuple(f"node{index}" for index in range(len(nodes))))
+        return _uniform(world_size, ranks_per_node)
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
@@ -337,6 +337,13 @@ def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
                 "equal LOCAL_RANK may share a device"
             )
     return warnings
+
+
+@lru_cache(maxsize=256)
+def _uniform(world_size: int, ranks_per_node: int) -> Topology:
+    """Make what :meth:`Topology.uniform` checked; planners ask for the same ones thousands of times."""
+    nodes = tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node))
+    return Topology(nodes, tuple(f"node{index}" for index in range(len(nodes))))
 
 
 def _divisors(number: int) -> list[int]:

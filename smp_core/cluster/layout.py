@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from types import MappingProxyType
 
 from smp_core.config import SmpConfig
@@ -140,7 +141,13 @@ class Layout:
 
     def size(self, *axes: Axis) -> int:
         """Return the ranks along these axes together."""
-        return math.prod(getattr(self, axis.value) for axis in axes)
+        if axes not in self._sizes:
+            self._sizes[axes] = math.prod(getattr(self, axis.value) for axis in axes)
+        return self._sizes[axes]
+
+    @cached_property
+    def _sizes(self) -> dict[Axes, int]:
+        return {}
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
         """Return where the rank stands on an axis; on several axes together, the outer ones first."""

@@ -7,6 +7,7 @@ recomputed, are parts of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import xxhash
@@ -103,7 +104,7 @@ class Plan:
         """The modules that are sharded and gathered as units, by their names."""
         return self.shapes.units.units
 
-    @property
+    @cached_property
     def split_shapes(self) -> Shapes:
         """The model as one tensor rank holds it, before it is sharded."""
         return self.shapes.over(self.layout.tensor)
@@ -132,12 +133,12 @@ class Plan:
         frozen = {True: "", False: ", frozen"}
         return [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
 
-    @property
+    @cached_property
     def shard_degree(self) -> int:
         """Ranks of a partition group, context ranks included."""
         return self.layout.size(*PARTITION)
 
-    @property
+    @cached_property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))

@@ -160,6 +160,11 @@ class Shapes:
         return {}
 
     @cached_property
+    def first_trained(self) -> ParameterShape:
+        """The first parameter that is trained; of a frozen model the first one."""
+        return next((each for each in self.parameters if each.trainable), self.parameters[0])
+
+    @cached_property
     def elements(self) -> int:
         """Count those of all parameters."""
         return sum(parameter.elements for parameter in self.parameters)

@@ -15,7 +15,7 @@ from smp_core.planner.explain import as_json, as_yaml, front_table, table
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.plan_picture import draw_plans
-from smp_core.planner.planner import NothingFits, plan as plan_model
+from smp_core.planner.planner import NothingFits, plan as plan_model, within
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
 
@@ -27,12 +27,16 @@ def plan(
     model: Annotated[str, typer.Argument(help="a known name, a config.json or its folder, package.module:function")],
     cluster: Annotated[str, typer.Option(help="'32x8:a100-40g@400gbps', '4xp5' or a YAML file")],
     seq: Annotated[int, typer.Option("--seq", min=2, help="tokens of a sample")],
-    global_batch: Annotated[int, typer.Option(min=1, help="samples of an optimizer step")],
+    global_batch: Annotated[int | None, typer.Option(min=1, help="samples of an optimizer step")] = None,
+    batch_tokens: Annotated[float | None, typer.Option(help="of an optimizer step, instead of its samples")] = None,
     fix: Annotated[list[str] | None, typer.Option(help="a knob that stays, as shard=16; may be repeated")] = None,
     objective: Annotated[str, typer.Option(help="time, memory or cost")] = "time",
     precision: Annotated[str, typer.Option(help="mixed (float32 parameters) or bfloat16")] = "mixed",
     optimizer: Annotated[str, typer.Option(help="adamw, lion, sgd, ...")] = "adamw",
     tokens: Annotated[float | None, typer.Option(help="of the whole training, for days and cost")] = None,
+    price: Annotated[float | None, typer.Option(help="of a node for an hour, in any currency")] = None,
+    days: Annotated[float | None, typer.Option(help="that the training may take: the fewest nodes that do")] = None,
+    budget: Annotated[float | None, typer.Option(help="that the training may cost")] = None,
     links: Annotated[Path | None, typer.Option(help="what `smp topology --measure --store` wrote there")] = None,
     from_log: Annotated[Path | None, typer.Option(help="refit on the log of a run of this model (run.jsonl)")] = None,
     why_not: Annotated[list[str] | None, typer.Option(help="why not this knob, as tensor=8; may be repeated")] = None,
@@ -48,7 +52,10 @@ def plan(
     hardware = Hardware.parse(cluster)
     if links is not None:
         hardware = hardware.with_links(links)
-    workload = Workload(seq, global_batch, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
+    if price is not None:
+        hardware = hardware.with_price(price)
+    samples = _samples(global_batch, batch_tokens, seq)
+    workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed = _fixed(fix or [])
     questions = list(map(_pair, why_not or []))
     planned: str | ModelTrace = model
@@ -60,6 +67,8 @@ def plan(
             typer.echo(line, err=as_json_)
     try:
         found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
+        if days is not None or budget is not None:
+            found = within(found, days, budget)
     except NothingFits as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NOTHING_FITS) from None
@@ -80,6 +89,15 @@ def plan(
         console().print(compared(found, dry_run_of(found)))
     if out is not None:
         typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
+
+
+def _samples(global_batch: int | None, batch_tokens: float | None, sequence: int) -> int:
+    """Return the samples of a step from their number, or from that of their tokens."""
+    if (global_batch is None) == (batch_tokens is None):
+        raise ValueError("write --global-batch with the samples of a step, or --batch-tokens with its tokens, as 4e6")
+    if global_batch is not None:
+        return global_batch
+    return max(round((batch_tokens or 0) / sequence), 1)
 
 
 def _fixed(written: list[str]) -> dict[str, str]:

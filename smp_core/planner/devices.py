@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 # Dense bfloat16 tensor-core peaks in TFLOPS, by the words of `torch.cuda.get_device_name()`; the first row whose words
 # are all there counts.
@@ -18,6 +19,7 @@ _PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B300", 2250.0),
     ("B200", 2250.0),
     ("GH200", 989.4),
+    ("GB10", 125.0),
     ("H200 NVL", 835.5),
     ("H200", 989.4),
     ("H100 NVL", 835.5),
@@ -49,9 +51,10 @@ def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, None if it is not known (or has none: CPU, V100, T4).
 
     Sources: the vendors' data sheets (NVIDIA A100, A10, A10G, A30, A40, L4, L40S, H100, H200, HGX B200 and B300, GB200,
-    RTX A6000, RTX 6000 Ada; AMD Instinct MI250X, MI300X, MI325X, MI355X) and the architecture papers of RTX 4090 and
-    5090 (sums in float32). NVIDIA prints Hopper's, Ada's and Blackwell's figures with 2:4 sparsity; half of that is the
-    dense peak. MIG slices, laptop parts and the "D" of the 4090 and 5090 are not known.
+    RTX A6000, RTX 6000 Ada; DGX Spark, whose bfloat16 is taken to be an eighth of its sparse FP4; AMD Instinct MI250X,
+    MI300X, MI325X, MI355X) and the architecture papers of RTX 4090 and 5090 (sums in float32). NVIDIA prints Hopper's,
+    Ada's and Blackwell's figures with 2:4 sparsity; half of that is the dense peak. MIG slices, laptop parts and the
+    "D" of the 4090 and 5090 are not known.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if words & {"MIG", "LAPTOP", "D"}:
@@ -81,7 +84,7 @@ class Device:
     source: str
     given_flops: float | None = None
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Peak of dense bfloat16 matrix products in FLOP/s."""
         found = self.given_flops or peak_flops(self.name)
@@ -119,6 +122,14 @@ DEVICES: dict[str, Device] = {
         "NVIDIA GB200 NVL72 data sheet: 186 GB, NVLink 1.8 TB/s, half a CPU's C2C",
     ),
     "b300": Device("B300", 267.0, 8000e9, 900e9, _PCIE6, "NVIDIA DGX B300 data sheet: 288 GB each, NVLink 1.8 TB/s"),
+    "dgx-spark": Device(
+        "GB10",
+        119.0,
+        273e9,
+        25e9,
+        273e9,
+        "NVIDIA DGX Spark data sheet: 128 GB, 273 GB/s, 1 PFLOPS FP4 sparse, 200 Gb/s",
+    ),
     "a10g": Device("A10G", 22.1, 600e9, _PCIE4, _PCIE4, "NVIDIA A10G data sheet: 24 GB, PCIe Gen4"),
     "a40": Device("A40", 44.4, 696e9, _PCIE4, _PCIE4, "NVIDIA A40 data sheet: 48 GB with ECC, PCIe Gen4"),
     "l4": Device("L4", 22.0, 300e9, _PCIE4, _PCIE4, "NVIDIA L4 data sheet: 24 GB, PCIe Gen4"),

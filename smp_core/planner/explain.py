@@ -20,6 +20,8 @@ from smp_core.planner.time import TIME_PARTS
 if TYPE_CHECKING:
     from rich.table import Table
 
+_UNEVEN = 0.05  # of a stage's time
+
 _PARAMETERS_OF_A_NODE = 3e9
 """SageMaker SMP's rule of thumb: a partition group of one node for each three billion parameters."""
 
@@ -117,18 +119,15 @@ def _caption(found: Recommendation) -> str:
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
     chosen, fastest = found.chosen, min(found.found.ranked, key=lambda each: each.time.total)
     experts = experts_of(found, chosen)
-    waits = {part: getattr(chosen.time, part) / chosen.time.total for part in TIME_PARTS}
-    computes = waits.pop("compute")
-    most = max(waits, key=lambda part: waits[part])
     flips = [flip.words for flip in found.flips()] if found.objective != "memory" else []
     lines = [
-        f"{found.found.considered:,} configurations looked at, {len(found.found.ranked):,} fit. Memory has a margin "
-        "for the CUDA context and the allocator (docs/planning.md).",
+        f"Of {found.found.considered:,} configurations bounds left {len(found.found.ranked):,} that fit to be ranked. "
+        "Memory has a margin for the CUDA context and the allocator (docs/planning.md).",
         f"Chosen is the simplest within {fastest.band.share:.0%} of the fastest, {layout_words(fastest)}: the fewest "
         "axes, then the fewest nodes in a partition group.",
         f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "
         f"{MEMORY_BAND.share:.0%}. No run of this program on a GPU has been compared.",
-        f"A step computes {computes:.0%} of its time, and waits longest for {most}, {waits[most]:.0%}.",
+        waits_of(chosen),
         f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the axes.",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
@@ -147,6 +146,35 @@ def _caption(found: Recommendation) -> str:
             "device sends in a step. Planned as gathered whole: expert_parallel_degree is not searched."
         )
     return "\n".join(lines)
+
+
+_WAITS = {
+    "gathers": "gathers of parameters and reductions of gradients",
+    "replicas": "sums across replicas",
+    "tensor": "collectives of tensor ranks",
+    "context": "exchanges of keys and values",
+    "optimizer": "the optimizer",
+    "copies": "copies to the host",
+    "pipeline": "other stages and messages",
+}
+
+
+def waits_of(candidate: Candidate) -> str:
+    """Return what a step waits for longest, in words; of unlike stages which one the others wait for."""
+    time = candidate.time
+    waits = {part: getattr(time, part) / time.total for part in _WAITS}
+    most = max(waits, key=lambda part: waits[part])
+    line = f"A step computes {time.compute / time.total:.0%} of its time, and waits longest for {_WAITS[most]}"
+    line += f" ({most}), {waits[most]:.0%}."
+    stages = candidate.plan.stages
+    if stages is None or time.over_mean < _UNEVEN:
+        return line
+    has_head = " with the head" if time.stage == stages.count - 1 else ""
+    sizes = ", ".join(map(str, stages.sizes))
+    return (
+        f"{line} Stages are uneven: the {time.stage + 1}. of {stages.count}{has_head} is busy {time.over_mean:.0%} "
+        f"longer than the mean one, which is no bubble; blocks are cut as {sizes} (pipeline.split)."
+    )
 
 
 def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] | None:

@@ -142,6 +142,16 @@ class Hardware:
             return 1.0
         return float(max(nodes / 2, 1.0) ** fitted.falls)
 
+    def with_price(self, price: float) -> Hardware:
+        """Return the same at another price of a node for an hour.
+
+        Raises:
+            ValueError: it is no number above 0.
+        """
+        if not 0 < price < _LARGEST:
+            raise ValueError(f"price={price:g} of a node for an hour is not a number above 0 and below {_LARGEST:g}")
+        return replace(self, price=price)
+
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.
 

@@ -122,6 +122,16 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "phi-4": _llama(5120, 40, 40, 10, 17920, 100352, "phi3"),
     "gpt-oss-20b": _llama(2880, 24, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(32, 4)),
     "gpt-oss-120b": _llama(2880, 36, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(128, 4)),
+    "phi-3.5-moe": _llama(4096, 32, 32, 8, 6400, 32064, "phimoe", **_experts(16, 2)),
+    "olmoe-1b-7b": _llama(2048, 16, 16, 16, 1024, 50304, "olmoe", **_experts(64, 8)),
+    "qwen1.5-moe-a2.7b": {
+        **_llama(2048, 24, 16, 16, 5632, 151936, "qwen2_moe", **_experts(60, 4, 1408)),
+        "shared_expert_intermediate_size": 5632,
+    },
+    "glm-4.5-air": {
+        **_llama(4096, 46, 96, 8, 10944, 151552, "glm4_moe", **_WIDE, attention_bias=True),
+        **_routed(128, 8, 1408, shared=1, dense=1),
+    },
     "deepseek-v2-lite": {
         **_llama(2048, 27, 16, 16, 10944, 102400, "deepseek_v2"),
         **_latent(None),

@@ -5,6 +5,7 @@
     config.json, folder    a Transformers configuration
     package.module:name    a function that returns a model, or (model, batch), where batch(samples, tokens)
                            is what a step gets
+    any of these+lora:16   with adapters of rank 16 on all linear layers but the head, which alone are trained
     a module               one that is to be trained, copied without its values
 
 A Transformers model is called with token ids and labels. Another model, a LightningModule too, needs the batch.
@@ -60,6 +61,10 @@ PADDED_TO = 64
 """What a vocabulary is padded to a multiple of, as is usual, where eight tensor ranks do not divide it."""
 
 
+ADAPTERS = "+lora:"
+"""Behind a model's name, and before the rank of its adapters."""
+
+
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
     """Build the model that ``words`` mean, on the current default device and in the current default dtype.
 
@@ -70,6 +75,9 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: there is no such model, or it cannot be built; says what to write instead.
     """
+    base, adapters, rank = words.partition(ADAPTERS)
+    if adapters:
+        return _with_adapters(build(base, sequence, fields), rank)
     if fields is not None:
         return _of_fields(dict(fields), sequence)
     path = Path(words)
@@ -115,6 +123,36 @@ def _cached_config(words: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter of low rank beside it, as LoRA has it (arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return adapted
+
+
+def _with_adapters(source: Source, rank: str) -> Source:
+    """Return a model of which adapters on its linear layers are trained, and nothing else. PEFT's own modules are not
+    made of tensors without values."""
+    if not rank.isdigit() or int(rank) < 1:
+        raise ValueError(f"{ADAPTERS}{rank} names no adapters; write a rank of at least 1, as {ADAPTERS}16")
+    source.model.requires_grad_(False)
+    head: Any = getattr(source.model, "get_output_embeddings", lambda: None)()
+    linear = [name for name, each in source.model.named_modules() if type(each) is nn.Linear and each is not head]
+    if not linear:
+        raise ValueError(f"{ADAPTERS}{rank}: {type(source.model).__name__} has no nn.Linear that could get adapters")
+    for name in linear:
+        parent, _, own = name.rpartition(".")
+        setattr(source.model.get_submodule(parent), own, _Adapted(source.model.get_submodule(name), int(rank)))  # type: ignore[arg-type]  # linear
+    return replace(source, splits=False)
+
+
 def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -137,8 +175,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
             config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
     except Exception as error:
+        said = str(error).partition("\n")[0]  # Transformers' second line lists all models
         raise ValueError(
-            f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
+            f"the configuration ({kind}) makes no causal language model: {said}. Write package.module:function, a "
             "function that returns the model and its batch"
         ) from error
     _require_class(model, has_encoder)

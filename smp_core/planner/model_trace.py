@@ -313,8 +313,22 @@ class ModelTrace:
     def _of_blocks(self) -> dict[int, float]:
         return {}
 
+    @cached_property
+    def trained(self) -> tuple[float, float]:
+        """The shares of a block's elements, and of those outside of blocks, that are trained."""
+        inside, outside = ([0, 0], [0, 0])
+        for each in self.shapes["none"].parameters:
+            counts = inside if each.name.startswith(self.inside) else outside
+            counts[0] += each.elements
+            counts[1] += each.elements * each.trainable
+        return inside[1] / max(inside[0], 1), outside[1] / max(outside[0], 1)
+
 
 def in_dtype(shapes: Shapes, dtype: torch.dtype) -> Shapes:
-    """Return the shapes with floating-point parameters in another dtype than the one that they compute in."""
-    cast = [replace(each, dtype=dtype) if each.dtype.is_floating_point else each for each in shapes.parameters]
+    """Return the shapes with trained parameters in another dtype than the one that they compute in; frozen ones stay in
+    that."""
+    cast = []
+    for each in shapes.parameters:
+        is_cast = each.dtype.is_floating_point and each.trainable
+        cast.append(replace(each, dtype=dtype) if is_cast else each)
     return replace(shapes, parameters=tuple(cast), checkpoints_itself=False)

@@ -13,6 +13,7 @@ from smp_core.config import SmpConfig
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.hardware import Hardware
+from smp_core.planner.model_source import ADAPTERS
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search, simplest
 from smp_core.planner.stage_time import step_model
@@ -23,6 +24,7 @@ from smp_core.planner.workload import Workload
 
 ALTERNATIVES = 5
 _MOST_NODES = 4096
+_RANK = 16  # of adapters that are offered
 _SHARES = tuple(percent / 100 for percent in range(10, 100, 5))
 _RATE_BETWEEN_NODES = 400.0  # of a cluster of one node, whose string needs none
 
@@ -175,6 +177,46 @@ class Recommendation:
         return plans
 
 
+def within(found: Recommendation, days: float | None, budget: float | None) -> Recommendation:
+    """Return the plan for the fewest nodes (half as many, or twice, and so on) that trains in so many days for so much.
+
+    Raises:
+        ValueError: tokens or the price are not known, or no number of nodes does; says how near it comes.
+    """
+    if found.workload.tokens is None:
+        raise ValueError("days and a budget are of a whole training: write its tokens, as --tokens 2e12")
+    if budget is not None and found.hardware.price is None:
+        raise ValueError("a budget needs the price of a node for an hour: write --price 98")
+
+    def suits(each: Recommendation) -> bool:
+        of_all, cost = each.days(), each.cost()
+        assert of_all is not None
+        return (days is None or of_all <= days) and (budget is None or cost is None or cost <= budget)
+
+    tried = found.front()
+    while days is not None and not suits(tried[0]) and tried[0].hardware.nodes * 2 <= _MOST_NODES:
+        larger = replace(
+            found.hardware, nodes=tried[0].hardware.nodes * 2, gbit=found.hardware.gbit or _RATE_BETWEEN_NODES
+        )
+        try:
+            again = search(found.trace, larger, found.workload, found.fixed, found.objective)
+        except ValueError:
+            break  # the batch does not divide any further
+        more = replace(found, hardware=larger, found=again)
+        if not again.ranked or more.chosen.time.total >= tried[0].chosen.time.total:
+            break
+        tried.insert(0, more)
+    enough = [each for each in tried if suits(each)]
+    if not enough:
+        each = min(tried, key=lambda each: each.chosen.time.total)
+        cost = "" if each.cost() is None else f", for {each.cost():,.0f}"
+        raise ValueError(
+            f"no number of nodes trains as asked: {each.hardware.nodes} take {each.days():.3g} days{cost}; write more "
+            "days, a larger budget, or a larger global batch, which more ranks divide"
+        )
+    return min(enough, key=lambda each: each.hardware.nodes)
+
+
 def plan(
     model: str | ModelTrace,
     cluster: str | os.PathLike[str] | Hardware,
@@ -204,7 +246,7 @@ def plan(
     found = search(traced, hardware, workload, given, objective)
     name = "model" if isinstance(model, ModelTrace) else model
     if not found.ranked:
-        raise _nothing_fits(traced, hardware, workload, given, found)
+        raise _nothing_fits(traced, hardware, workload, given, found, name)
     recommended = Recommendation(name, traced, hardware, workload, given, objective, found)
     if objective == "cost":
         return min(recommended.front(), key=lambda each: each.chosen.time.total * each.hardware.nodes)
@@ -252,14 +294,14 @@ def _by_kind(candidate: Candidate) -> str:
 
 
 def _nothing_fits(
-    traced: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any], found: Found
+    traced: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any], found: Found, name: str
 ) -> NothingFits:
     assert found.closest is not None
     memory = found.closest.memory
     changes = []
-    for words, machines, work, knobs in _changes(hardware, workload, fixed):
+    for words, model, machines, work, knobs in _changes(hardware, workload, fixed, name):
         try:
-            tried = search(traced, machines, work, knobs)
+            tried = search(trace(model, work.sequence) if model else traced, machines, work, knobs)
         except ValueError:
             continue
         if tried.ranked:
@@ -281,20 +323,28 @@ def _nothing_fits(
     return NothingFits("\n".join(lines), changes)
 
 
-_Change = tuple[str, Hardware, Workload, dict[str, Any]]
+_Change = tuple[str, str | None, Hardware, Workload, dict[str, Any]]
+"""In words, and the model (None: the same), machines, batch and knobs."""
 
 
-def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any]) -> Iterator[_Change]:
-    """Yield changes, the cheapest first: knobs that were fixed, the host's memory, more nodes, less to compute."""
+def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any], name: str) -> Iterator[_Change]:
+    """Yield changes, the cheapest first: knobs that were fixed, the host's memory, fewer bytes, adapters, more nodes,
+    less to compute."""
     for knob in fixed:
-        rest = {name: value for name, value in fixed.items() if name != knob}
-        yield f"leave {knob} open instead of {fixed[knob]!r}", hardware, workload, rest
-    if "state_offload" not in fixed:
-        for where in ("optimizer", "all"):
-            yield f"state_offload={where!r}", hardware, workload, {**fixed, "state_offload": where}
+        rest = {each: value for each, value in fixed.items() if each != knob}
+        yield f"leave {knob} open instead of {fixed[knob]!r}", None, hardware, workload, rest
+    offloads = () if "state_offload" in fixed else ("optimizer", "all")
+    for where in offloads:
+        yield f"state_offload={where!r}", None, hardware, workload, {**fixed, "state_offload": where}
     if workload.precision == "mixed":
         words = "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
-        yield words, hardware, replace(workload, precision="bfloat16"), fixed
+        small = replace(workload, precision="bfloat16")
+        yield words, None, hardware, small, fixed
+        for where in offloads:
+            yield f"{words}, and state_offload={where!r}", None, hardware, small, {**fixed, "state_offload": where}
+    if name != "model" and ADAPTERS not in name:
+        model = f"{name}{ADAPTERS}{_RANK}"
+        yield f"adapters of rank {_RANK} alone are trained (the model {model})", model, hardware, workload, fixed
     nodes = hardware.nodes
     rate = hardware.gbit or _RATE_BETWEEN_NODES
     at = "" if hardware.gbit else f" at {rate:g} Gbit/s"
@@ -304,8 +354,8 @@ def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any]) -> I
         whole = math.lcm(workload.global_batch, more.devices)
         work = workload if workload.global_batch % more.devices == 0 else replace(workload, global_batch=whole)
         same = "" if work is workload else f" and global_batch={whole}"
-        yield f"{nodes} nodes{at}{same}", more, work, fixed
+        yield f"{nodes} nodes{at}{same}", None, more, work, fixed
     sequence = workload.sequence
     while sequence >= 256:
         sequence //= 2
-        yield f"sequences of {sequence} tokens", hardware, replace(workload, sequence=sequence), fixed
+        yield f"sequences of {sequence} tokens", None, hardware, replace(workload, sequence=sequence), fixed

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from smp_core.cluster import DEGREES
+from smp_core.cluster import DEGREES, Layout
 from smp_core.config import SmpConfig
 from smp_core.engine import decide_activations, decide_pipeline
 from smp_core.engine.decide import decide
@@ -33,7 +33,7 @@ from smp_core.planner.search_space import LATER, MICRO_BATCH, Batch, SearchSpace
 from smp_core.planner.stage_part import StageStates, states_of
 from smp_core.planner.stage_time import StagedModel, step_model
 from smp_core.planner.step_memory import PeakMemory, peak_memory
-from smp_core.planner.time import StepModel, block_seconds, model_flops
+from smp_core.planner.time import StepModel, computed_seconds, model_flops
 from smp_core.planner.workload import Workload
 
 Objective = Literal["time", "memory", "cost"]
@@ -104,19 +104,23 @@ def search(
     *,
     cluster: Cluster | None = None,
     precision: Precision = TRAINERS_OWN,
+    prunes: bool = True,
 ) -> Found:
-    """Return all configurations that fit, ranked.
+    """Return the configurations that fit, ranked.
 
     Args:
         fixed: of :func:`read_fixed`.
         cluster: the machines as decisions see them; None: those of ``hardware``.
         precision: what a trainer's precision means, as :func:`decide` takes it.
+        prunes: leave out configurations that bounds show to be behind others of the same degrees and recomputation,
+            or with stages behind the best; the pick is the same without.
 
     Raises:
         ValueError: no configuration is allowed at all (a contradiction among fixed knobs, a batch that no layout
             divides); says why.
     """
-    run = _Search(trace, hardware, workload, dict(fixed or {}), cluster or hardware.cluster(), precision, objective)
+    machines = cluster or hardware.cluster()
+    run = _Search(trace, hardware, workload, dict(fixed or {}), machines, precision, objective, prunes)
     run.look()
     found = run.found
     if not found.ranked and found.closest is None:
@@ -188,8 +192,10 @@ class _Search:
         cluster: Cluster,
         precision: Precision,
         objective: Objective,
+        prunes: bool,
     ) -> None:
-        self.objective, self.best = objective, math.inf
+        self.objective, self.best, self.prunes = objective, math.inf, prunes and objective != "memory"
+        self.best_of: dict[tuple[Layout, str], float] = {}  # by degrees and recomputation
         self.trace, self.hardware, self.workload = trace, hardware, workload
         self.space = SearchSpace(trace, hardware, workload, fixed, cluster)
         self.cluster, self.precision = cluster, precision
@@ -217,18 +223,30 @@ class _Search:
             if not batches:
                 self.found.indivisible.add(data)
                 continue
-            for knobs in self.space.states_of(layout, samples > batches[0].size):
-                states = self._decided(knobs)
-                if states is None:
-                    continue
-                choices = list(self.space.later_knobs(stages))  # the sparest is the last
-                if not any(each.fits for each in self._ways(states, choices[-1], batches[:1], all_of_them=True)):
-                    continue
-                for others in reversed(choices):
-                    near = [batch for batch in batches if not self._computes_too_long(states.plan, others, batch)]
-                    self.found.considered += len(batches) - len(near)
-                    for way in self._ways(states, others, near) if near else ():
-                        self._take(way)
+            choices = list(self.space.later_knobs(stages))  # the sparest is the last
+            near = [[each for each in batches if not self._is_too_long(layout, knobs, each)] for knobs in choices]
+            all_knobs = list(self.space.states_of(layout, samples > batches[0].size))
+            self.found.considered += len(all_knobs) * len(choices) * len(batches)
+            if any(near):
+                self._look_inside(all_knobs, choices, near, batches[0])
+
+    def _look_inside(
+        self, all_knobs: list[dict[str, Any]], choices: list[dict[str, Any]], near: list[list[Batch]], smallest: Batch
+    ) -> None:
+        """Walk over the other knobs of a layout, where the sparest of them fits.
+
+        Args:
+            near: the batches to look at of each of the choices.
+        """
+        for knobs in all_knobs:
+            states = self._decided(knobs)
+            if states is None:
+                continue
+            if not any(each.fits for each in self._ways(states, choices[-1], [smallest], all_of_them=True)):
+                continue
+            for others, batches in zip(reversed(choices), reversed(near), strict=True):
+                for way in self._ways(states, others, batches) if batches else ():
+                    self._take(way)
 
     def _spread(self, layout: dict[str, int]) -> tuple[int, int]:
         pipeline, tensor, context = (layout[f"{axis}_parallel_degree"] for axis in ("pipeline", "tensor", "context"))
@@ -262,10 +280,11 @@ class _Search:
     def _ways(
         self, states: _States, knobs: dict[str, Any], batches: list[Batch], all_of_them: bool = False
     ) -> Iterator[_Way]:
-        """Yield what rising micro-batches take of memory, the first that does not fit last.
+        """Yield what rising micro-batches take of memory, the first that does not fit last. Without stages a larger
+        micro-batch never makes a step longer, so that only the largest that fits is yielded.
 
         Args:
-            all_of_them: also those with stages that are far behind the best.
+            all_of_them: also those that are far behind the best.
         """
         tokens = self.workload.sequence
         try:
@@ -277,39 +296,56 @@ class _Search:
         of_stages = states.of_stages
         if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
             of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        takes_largest = self.prunes and plan.stages is None and not all_of_them
+        if takes_largest and self._is_behind_its_like(model, batches[-1]):
+            return
+        largest: _Way | None = None
         for batch in batches:
             if batch.in_stages % plan.layout.pipeline and chunks_of(plan.knobs.pipeline.schedule) > 1:
                 continue  # not a full round
-            self.found.considered += 1
             if not all_of_them and self._is_far(model, batch):
                 continue
             sizes = (batch.size, batch.count)
             memory = peak_memory(plan, self.trace, *sizes, tokens, of_stages, batch.in_stages)
             way = _Way(plan, (*states.names, *knobs), model, batch, memory)
-            yield way
+            if not takes_largest:
+                yield way
             if not memory.fits:
                 closest = self.found.closest
                 if closest is None or memory.total < closest.memory.total:
                     self.found.closest = self._candidate(way)
-                return
+                break
+            largest = way
+        if takes_largest and largest is not None:
+            yield largest
 
-    def _computes_too_long(self, plan: Plan, knobs: dict[str, Any], batch: Batch) -> bool:
-        """Return whether computing alone takes stages longer than the best configuration so far."""
-        if plan.stages is None or self.objective == "memory":
+    def _is_behind_its_like(self, model: StepModel, largest: Batch) -> bool:
+        """Return whether a configuration without stages takes longer than another one of the same degrees and
+        recomputation, however large its micro-batches are. Note its time otherwise, by :meth:`_take`."""
+        best = self.best_of.get((model.plan.layout, model.mode), math.inf)
+        return model.step(largest.size, largest.count).total > _FAR * best
+
+    def _is_too_long(self, layout: dict[str, int], knobs: dict[str, Any], batch: Batch) -> bool:
+        """Return whether computing alone takes stages longer than the best configuration so far: what all compute by
+        the number of stages, or what the one with most blocks does, and the first round."""
+        stages = layout["pipeline_parallel_degree"]
+        if stages == 1 or not self.prunes:
             return False
-        layout, stages = plan.layout, plan.stages.count
-        where = (knobs["activations"].checkpoint, batch.size, layout.tensor, layout.context)
+        context = layout["context_parallel_degree"]
+        where = (knobs["activations"].checkpoint, batch.size, layout["tensor_parallel_degree"], context)
         if where not in self.shared:
-            tokens = self.workload.sequence / layout.context
-            self.shared[where] = block_seconds(self.trace, self.hardware, *where, tokens)
-        chunk = max(self.trace.blocks // (stages * chunks_of(knobs["pipeline"])), 1)
-        begun = batch.count / batch.in_stages * (stages - 1) * chunk
-        least = (batch.count * -(-self.trace.blocks // stages) + begun) * self.shared[where]
-        return bool(least > _FAR * self.best)
+            tokens = self.workload.sequence / context
+            self.shared[where] = computed_seconds(self.trace, self.hardware, *where, tokens)
+        of_block, of_rest = self.shared[where]
+        blocks = self.trace.blocks
+        chunk = max(blocks // (stages * chunks_of(knobs["pipeline"])), 1)
+        begun = batch.count / batch.in_stages * (stages - 1) * chunk * of_block
+        slowest = max(-(-blocks // stages) * of_block, (blocks * of_block + of_rest) / stages)
+        return bool(batch.count * slowest + begun > _FAR * self.best)
 
     def _is_far(self, model: StepModel, batch: Batch) -> bool:
         """Return whether a configuration with stages cannot come near the best one so far."""
-        if self.objective == "memory" or not isinstance(model, StagedModel):
+        if not self.prunes or not isinstance(model, StagedModel):
             return False
         return model.least(batch.size, batch.count, batch.in_stages) > _FAR * self.best
 
@@ -331,6 +367,8 @@ class _Search:
             return
         candidate = self._candidate(way)
         self.found.ranked.append(candidate)
+        outline = (way.plan.layout, way.model.mode)
+        self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
         self.best = min(self.best, candidate.memory.total if self.objective == "memory" else candidate.time.total)
 
     def _candidate(self, way: _Way) -> Candidate:

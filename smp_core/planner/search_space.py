@@ -11,7 +11,7 @@ from smp_core.config import Activations, Pipeline
 from smp_core.plan import Cluster, chunks_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.time import block_seconds
+from smp_core.planner.time import computed_seconds
 from smp_core.planner.workload import Workload
 from smp_core.topology import Topology
 
@@ -183,7 +183,8 @@ class SearchSpace:
             return [self.pipeline["schedule"]]
         between, tokens = self.hardware.links().inter, self.workload.sequence
         message = self.trace.block["full"].at(1, tokens).kept
-        computing = block_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens) * self.trace.blocks / stages
+        of_block, _ = computed_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens)
+        computing = of_block * self.trace.blocks / stages
         slow = between is not None and message / between.all_gather.bandwidth > _SLOW * computing
         tried = _BEHIND_SLOW_LINKS if slow else _BEHIND_FAST_LINKS
         return [each for each in tried if stages * chunks_of(each) <= self.trace.blocks]

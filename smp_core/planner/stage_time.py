@@ -4,8 +4,9 @@ A computation of a stage takes what its blocks take (:mod:`smp_core.planner.time
 of gathers, reductions, tensor and context ranks. What comes before the blocks and behind them counts on its stage, in
 its chunk. A computation begins when the one before it on its stage has ended and its activation, or gradient, has
 arrived. A message leaves when the computation that gave it has ended and the ones before it to the same stage have
-left; it takes its bytes over the link between the two stages, and arrives a latency later. What is left of the time,
-the bubble and what is waited for of messages, is the part ``pipeline`` of :class:`smp_core.planner.time.StepTime`.
+left; it takes its bytes over the link between the two stages, and arrives a latency later. The parts of the time are
+those of the stage that is busy longest; what is left, the bubble and what is waited for of messages, is the part
+``pipeline`` of :class:`smp_core.planner.time.StepTime`.
 
 Behind its last backward pass a stage waits for the sums across its replicas, all for those of tied parameters, and each
 steps what it has. Of many micro-batches only the first few rounds are played: each further round takes the same time.
@@ -115,13 +116,14 @@ class StagedModel(StepModel):
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
         self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
-        first = plan.shapes.parameters[0]
+        first = plan.shapes.first_trained
         gathered, self.reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
         gathers = {n: of.partition("all_gather", n * gathered) if n else 0.0 for n in set(sharded)}
-        sums = {n: of.partition("reduce_scatter", n * self.reduced) if n else 0.0 for n in set(sharded)}
-        hops = {n: of.replicas(n * self.reduced, self.spare_hop) if n else 0.0 for n in set(roots)}
+        of_trained = trace.trained[1] * self.reduced
+        sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
+        hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
         self.root_gather, self.root_sum = [gathers[n] for n in sharded], [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
         self.ranks = layout.world_size // layout.pipeline
@@ -164,13 +166,25 @@ class StagedModel(StepModel):
             found = played(asked.schedule, stages.count, together, seconds, wires, self.latencies)
             ends = [max(ends) + times * (max(found) if not is_last else end) for end in found]
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
-        whole = [sum(each) for each in zip(ends, replicas, stepped, strict=True)]
-        slowest = whole.index(max(whole))
-        tied = self._tied_seconds()
-        parts = dict(zip(_PARTS, self._busy(of_size, slowest, count), strict=True))
-        parts |= {"replicas": replicas[slowest] + tied, "optimizer": stepped[slowest]}
-        parts["pipeline"] = max(whole[slowest] + tied - sum(parts.values()), 0.0)
-        return StepTime(**{part: parts[part] for part in TIME_PARTS})
+        end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
+        parts, tied = self._parts_of_busiest(of_size, count, replicas, stepped), self._tied_seconds()
+        parts["replicas"] += tied
+        parts["pipeline"] = max(end + tied - sum(parts[part] for part in TIME_PARTS if part in parts), 0.0)
+        return StepTime(**parts)
+
+    def _parts_of_busiest(
+        self, of_size: _OfSize, count: int, replicas: Sequence[float], stepped: Sequence[float]
+    ) -> dict[str, float]:
+        """Return the seconds of the stage that is busy longest, for which the others wait, by part; and how much longer
+        it is busy than the mean stage."""
+        of_stages: list[dict[str, float]] = []
+        for stage in range(self.stages.count):
+            own = dict(zip(_PARTS, self._busy(of_size, stage, count), strict=True))
+            of_stages.append({**own, "replicas": replicas[stage], "optimizer": stepped[stage]})
+        totals = [sum(own.values()) for own in of_stages]
+        busiest = totals.index(max(totals))
+        mean = sum(totals) / len(totals)
+        return {**of_stages[busiest], "stage": busiest, "over_mean": totals[busiest] / mean - 1}
 
     def least(self, micro_batch: int, count: int, in_stages: int) -> float:
         """Return seconds that schedules of this many chunks take at least, but for a part of the first round where

@@ -186,7 +186,7 @@ class _Points:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
         self.tokens = micro_batch * held
         self.inputs = inputs
-        self.sizes = _UnitBytes.of(plan, self.part)
+        self.sizes = _UnitBytes.of(plan, self.part, trace.trained)
         # Unsharded gradients have the dtype that is computed with; without units they are those of the parameters.
         self.of_gradient = 1.0 if plan.gathers else plan.shapes.parameters[0].dtype.itemsize / 2
         self.waiting = self._waiting()
@@ -224,7 +224,7 @@ class _Points:
         sizes = self.sizes
         activations = self.inputs / self.split + (blocks - 1) * self.kept + self.waiting + sizes.cast
         gathered = self._gathered(1) - (sizes.gathered if self.frees else 0.0)
-        held = min(self._held(1), sizes.root_gathered * self.of_gradient)
+        held = min(self._held(1), sizes.root_gradients * self.of_gradient)
         return _Point(activations, gathered, earlier + held, at_work, 2 * sizes.reduced)
 
     def _waiting(self) -> float:
@@ -279,7 +279,7 @@ class _Points:
             rest = self.instants[LEFT][0] / self.shares[0] + waiting
             points.append(_Point(rest, root, sums + held + self._held(LEFT), at_work, reduced))
         if self.plan.gathers:
-            unsharded = held or self.sizes.root_gathered * self.of_gradient
+            unsharded = held or self.sizes.root_gradients * self.of_gradient
             taken, put_out = self.sizes.root_reduced, self.sizes.root_reduced / self.plan.shard_degree
             behind = sums + self.sums.of_masters * of_root + self.sums.root_last * self.of_gradient
             if adds:
@@ -368,30 +368,32 @@ class _UnitBytes:
     Attributes:
         gathered, reduced: of a block, as these are done.
         cast: of a block's part on one rank, where it is cast to what parameters are stored in; 0: it is not.
-        root_share: the root's part of all elements.
+        root_gradients: of the root, before they are reduced.
+        root_share: the root's part of all trained elements.
     """
 
     gathered: float
     reduced: float
     cast: float
-    root_gathered: float
+    root_gradients: float
     root_reduced: float
     root_cast: float
     root_share: float
 
     @classmethod
-    def of(cls, plan: Plan, part: StagePart) -> _UnitBytes:
-        block, root = part.block_elements, part.root
-        first = plan.shapes.parameters[0]
+    def of(cls, plan: Plan, part: StagePart, trained: tuple[float, float]) -> _UnitBytes:
+        block, root = trained[0] * part.block_elements, trained[1] * part.root
+        of_all = root + part.blocks * block
+        first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         return cls(
-            gathered=block * gathered,
+            gathered=part.block_elements * gathered,
             reduced=block * reduced,
             cast=block * cast,
-            root_gathered=root * gathered,
+            root_gradients=root * gathered,
             root_reduced=root * reduced,
             root_cast=root * cast,
-            root_share=root / part.elements,
+            root_share=root / of_all if of_all else 0.0,
         )

@@ -36,7 +36,11 @@ HOST_BANDWIDTH = 150e9
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step: of computing, and of what is waited for beside it; with pipeline stages of the one
-    that ends last, which waits for the others in ``pipeline``."""
+    that is busy longest, which waits for the others, and for messages, in ``pipeline``.
+
+    Attributes:
+        stage: that one; over_mean: how much longer it is busy than the mean stage, as a share.
+    """
 
     compute: float
     gathers: float
@@ -46,6 +50,8 @@ class StepTime:
     optimizer: float
     copies: float
     pipeline: float = 0.0
+    stage: int = 0
+    over_mean: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,12 +75,15 @@ def computing_seconds(
     return products / of_products + by_experts + context * attention / of_attention + moved / bandwidth
 
 
-def block_seconds(
+def computed_seconds(
     trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
-) -> float:
-    """Return the seconds that a block computes forward and backward, at the least."""
-    figures = trace.block[mode].at(micro_batch, held)
-    return sum(pass_seconds(figures, tensor, context, hardware.device, hardware.fitted))
+) -> tuple[float, float]:
+    """Return the seconds that a block computes forward and backward, and what is left of the model, at the least."""
+    device, fitted = hardware.device, hardware.fitted
+    block, rest = trace.block[mode].at(micro_batch, held), trace.rest[mode].at(micro_batch, held)
+    degree = trace.rest_degree(tensor)
+    of_rest = [computing_seconds(rest, phase, degree, device, fitted) for phase in ("forward", "backward")]
+    return sum(pass_seconds(block, tensor, context, device, fitted)), sum(of_rest)
 
 
 def pass_seconds(
@@ -105,10 +114,12 @@ class StepModel:
         self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
         self.mode = recomputation(plan)
         self.collectives = _GroupCollectives(plan, links, lambda nodes: hardware.slowed(nodes, fitted))
-        first = plan.shapes.parameters[0]
+        first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
         of_root = plan.split_shapes.elements - trace.blocks * of_blocks
+        trained = [share * n for share, n in zip(trace.trained, (of_blocks, of_root), strict=True)]
+        self.trained = (trace.blocks * trained[0] + trained[1]) / plan.split_shapes.elements
         knobs = plan.knobs
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
@@ -116,8 +127,8 @@ class StepModel:
         kept = knobs.reshard_after_forward
         of = self.collectives
         self.gather = [of.partition("all_gather", n * gathered.itemsize, spare_gather) for n in (of_blocks, of_root)]
-        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in (of_blocks, of_root)]
-        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in (of_blocks, of_root)]
+        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
+        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
         again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
         self.gather_again = 0.0 if kept is False else again
         self.spare_hop, self.stored = spare_hop, gathered.itemsize
@@ -153,8 +164,8 @@ class StepModel:
         plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
         gathers = replicas = 0.0
         for place, times in _places(count):
-            gathered = place == "first" or not plan.keeps_parameters
-            reduced = place == "last" or not plan.keeps_gradients
+            gathered = place in ("first", "only") or not plan.keeps_parameters
+            reduced = place in ("last", "only") or not plan.keeps_gradients
             gather = self.gather[0] if gathered else 0.0
             again = self.gather_again if gathered else 0.0
             in_backward = again + (self.sum[0] if reduced else 0.0)
@@ -195,12 +206,12 @@ class StepModel:
         """Return the seconds of the step of this rank's part of so many parameters of a tensor rank, wherever its
         states are."""
         plan, device = self.plan, self.hardware.device
-        elements = parameters / plan.shard_degree
+        elements = self.trained * parameters / plan.shard_degree
         over_world = plan.knobs.optimizer_shard == "world"
         after = 0.0
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(parameters * self.stored)
+            after = self.collectives.replicas_gather(self.trained * parameters * self.stored)
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -210,7 +221,7 @@ class StepModel:
 def _places(count: int) -> list[tuple[str, int]]:
     """Return the kinds of micro-batches of a step, and how many of each; the only one is first and last."""
     if count == 1:
-        return [("first", 1)]
+        return [("only", 1)]
     return [("first", 1), ("last", 1), *([("middle", count - 2)] if count > 2 else [])]
 
 
@@ -296,9 +307,12 @@ class _GroupCollectives:
 
 
 def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
-    """Return the model FLOPs of a training step by the convention of MFU: three forwards, causal attention as if it
-    were full (:mod:`smp_core.observe.monitoring`)."""
+    """Return the model FLOPs of a training step by the convention of MFU: causal attention as if it were full, three
+    times (:mod:`smp_core.observe.monitoring`), and products forward and backward, of frozen parameters once there."""
     block, rest = trace.block["none"].at(1, tokens), trace.rest["none"].at(1, tokens)
-    of_block = block.forward_products + block.forward_experts + block.full_attention
-    forward = trace.blocks * of_block + rest.forward_products
-    return 3 * samples * (forward + rest.full_attention)
+    products = 0.0
+    for figures, times in ((block, trace.blocks), (rest, 1)):
+        products += times * (figures.forward_products + figures.backward_products)
+        products += times * (figures.forward_experts + figures.backward_experts)
+    attention = trace.blocks * block.full_attention + rest.full_attention
+    return samples * (products + 3 * attention)

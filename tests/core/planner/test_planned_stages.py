@@ -120,8 +120,11 @@ def test_a_step_through_stages_is_computing_and_what_is_waited_for(tiny: ModelTr
     time = step_model(made, tiny, machines, machines.links(), TOKENS).step(4, 8)
     alone = decide(tiny.of_precision("none", "mixed"), SmpConfig(shard_degree=2), machines.cluster())
     whole = step_model(alone, tiny, machines, machines.links(), TOKENS).step(4, 8)
-    assert time.compute == pytest.approx(whole.compute / 4, rel=0.2)  # the first stage's: without the head
-    assert time.pipeline > 3 / 8 * time.compute  # the bubble, and messages
+    # That of the last stage, which has the head, and is busy longer than the mean one. 5 %: of what it waits for.
+    assert time.stage == 3 and time.over_mean > 0.2
+    assert time.compute == pytest.approx((1 + time.over_mean) * whole.compute / 4, rel=0.05)
+    # The first forward and the last backward of three stages without a head, and messages.
+    assert time.pipeline > 3 / 8 * (whole.compute - time.compute) / 3
     assert whole.pipeline == 0
 
 
@@ -140,7 +143,7 @@ def test_stages_are_chosen_where_links_are_slow_and_nowhere_else(tiny: ModelTrac
 
 def test_what_would_flip_the_choice_does_so_when_all_is_planned_again(tiny: ModelTrace) -> None:
     """Over links that are just too fast for stages to save more than the model may be off."""
-    found = plan(tiny, hardware(0.05), Workload(TOKENS, 64))
+    found = plan(tiny, hardware(0.3), Workload(TOKENS, 64))
     assert found.chosen.plan.stages is None
     flips = found.flips()
     assert [(flip.rate, flip.share < flip.now) for flip in flips] == [("network", True)]

@@ -24,7 +24,7 @@ from smp_core.planner.explain import table
 from smp_core.planner.fitted import BANDS, FITTED, Fitted, band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import TIE, search, simplest
+from smp_core.planner.search import TIE, Found, search, simplest
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory, recomputation
 from smp_core.planner.time import StepModel, StepTime, exposed_seconds
@@ -347,6 +347,36 @@ def test_a_plan_of_another_recomputation_is_what_is_decided_from_the_start(large
     ]
     with pytest.raises(ValueError, match=r"activations.offload=true.*checkpoint='none'"):
         decide_activations(base, shapes, activations={"offload": True})
+
+
+def fastest_of_each(found: Found) -> dict[Any, StepTime]:
+    """Return the shortest step without stages by degrees and recomputation."""
+    times: dict[Any, StepTime] = {}
+    for each in found.ranked:
+        if each.plan.stages is None:
+            times.setdefault((each.plan.layout, recomputation(each.plan)), each.time)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"),
+    [
+        ("tiny", "1x4:a100-40g", 16),
+        ("tiny", "2x2:h100@10gbps", 8),
+        pytest.param("large", "4x8:a100-80g@25gbps", 64, marks=pytest.mark.slow),
+        pytest.param("large", "2x8:h200@1600gbps", 96, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_search_leaves_out_by_bounds_is_not_what_it_picks(
+    model: str, cluster: str, batch: int, request: pytest.FixtureRequest
+) -> None:
+    traced, hardware = request.getfixturevalue(model), Hardware.parse(cluster)
+    work = Workload(TOKENS if model == "tiny" else 2048, batch)
+    pruned, full = (search(traced, hardware, work, prunes=prunes) for prunes in (True, False))
+    assert len(pruned.ranked) < len(full.ranked) and pruned.considered == full.considered
+    ours, theirs = pruned.ranked[0], full.ranked[0]
+    assert (ours.knobs, ours.micro_batch, ours.time) == (theirs.knobs, theirs.micro_batch, theirs.time)
+    assert fastest_of_each(pruned) == fastest_of_each(full)
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:

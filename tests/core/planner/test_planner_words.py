@@ -132,7 +132,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_padded() -> None:
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        ("1x8:dgx-spark", "Describe another one"),
+        ("1x8:tpu-v5p", "Describe another one"),
         ("4x8:a100-40q@400gbps", "did you mean 'a100-40g'"),
         ("4x8:h200", "how fast are the nodes connected"),
         ("4x8:h200@fast", "Gbit/s of a node"),
