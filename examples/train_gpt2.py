@@ -73,7 +73,8 @@ class LanguageModel(L.LightningModule):
 
     Args:
         config: of the Transformers model.
-        lr: peak learning rate; warms up over a fifth of the steps, without jumps of the loss, and falls to a tenth as a cosine.
+        lr: peak learning rate; warms up over a fifth of the steps, so that the loss does not jump, and falls to a tenth
+            as a cosine.
         steps: optimizer steps of the whole run.
     """
 
