@@ -15,7 +15,7 @@ from accelerate_smp import SmpAveragingCallback
 from tests.accelerate.trainers import make_trainer, whole_weights
 from tests.harness import run_ranks
 
-DECAY, FIRST, EVERY, STEPS = 0.7, 3, 2, 6
+DECAY, FIRST, EVERY, STEPS = 0.7, 2, 3, 6
 FLAGS: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 1e9}
 
 
