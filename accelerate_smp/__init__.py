@@ -17,6 +17,7 @@ require("accelerate", "accelerate_smp")
 from accelerate_smp.accelerator import SmpAccelerator
 
 _WHEN_ASKED_FOR = {
+    "SmpAveragingCallback": "accelerate_smp.averaging",
     "SmpMonitor": "accelerate_smp.loop_monitor",
     "SmpTrainer": "accelerate_smp.trainer",
     "SmpTrainerMixin": "accelerate_smp.trainer",
@@ -41,6 +42,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Fp8MonitorCallback",
     "SmpAccelerator",
+    "SmpAveragingCallback",
     "SmpCheckpointCallback",
     "SmpMonitor",
     "SmpMonitorCallback",
