@@ -65,7 +65,8 @@ def test_families_on_stages_and_replicas_train_like_one_process(knobs: tuple[tup
 
 def trained(layout: dict[str, int], steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
     if "stages" not in layout:
-        return trained_without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"]), steps)
+        knobs = (("tensor_parallel_degree", layout.get("tensor", 1)),)
+        return trained_without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"], knobs=knobs), steps)
     knobs = (("expert_parallel_degree", layout["expert"]),)
     case = Case("Mixtral", layout["stages"], layout["shard"], knobs=knobs)
     parallel = case.parallel()
@@ -101,10 +102,11 @@ def saved_and_loaded(folder: Path, layouts: list[dict[str, int]]) -> list[tuple[
 
 
 STAGES = {"stages": 2, "shard": 2, "expert": 2}
-LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, {"stages": 2, "shard": 2, "expert": 1}, {"shard": 4, "expert": 2}]
+TENSOR = {"tensor": 2, "shard": 2, "expert": 2}
+LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, TENSOR, {"stages": 2, "shard": 2, "expert": 1}, {"shard": 4, "expert": 2}]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_any_stages_load_what_others_saved(first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_any_stages_and_tensor_ranks_load_what_others_saved(first: int, tmp_path: Path) -> None:
     layouts = [*LAYOUTS[first:], *LAYOUTS[:first]]
     assert run_ranks(saved_and_loaded, 4, tmp_path, layouts, ranks_per_node=4, timeout=600) == [[]] * 4
