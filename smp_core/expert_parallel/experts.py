@@ -96,7 +96,7 @@ def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         own = whole.detach().chunk(over.size())[over.get_local_rank()].clone()
         return DTensor.from_local(own, over, [Shard(0)], run_check=False)
     over = mesh["experts", Axis.TENSOR.value]
-    own = whole.detach().to_local().chunk(over.size(0))[over.get_local_rank(0)].clone()
+    own = whole.to_local().detach().chunk(over.size(0))[over.get_local_rank(0)].clone()
     placements = [Shard(0), *whole.placements]
     return DTensor.from_local(own, over, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
