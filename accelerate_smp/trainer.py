@@ -33,6 +33,7 @@ from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
+from smp_core.expert_parallel import losses_multiplied_by
 from smp_core.watch import meet
 
 if TYPE_CHECKING:
@@ -143,9 +144,15 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     get_cp_size = get_tp_size
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as Trainer does."""
+        """Compute the loss as Trainer does, which multiplies it by ranks where targets of all of them are counted; an
+        auxiliary loss of routers is a mean, and is not multiplied."""
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        is_multiplied = counts and self.args.average_tokens_across_devices
         with self._counting_ranks_once():
-            return super().compute_loss(*args, **kwargs)
+            counted = kwargs.get("num_items_in_batch") is not None
+            factor = self.accelerator.num_processes if is_multiplied and counted else 1
+            with losses_multiplied_by(factor):
+                return super().compute_loss(*args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Sums as Sums,
         auxiliary_loss as auxiliary_loss,
         balance_routers as balance_routers,
+        losses_multiplied_by as losses_multiplied_by,
     )
     from smp_core.expert_parallel.dispatch import (
         Dispatch as Dispatch,

@@ -14,10 +14,11 @@ Shape letters: T tokens, E experts of a layer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,6 +55,18 @@ class Sums:
 
 
 _SUMS: ContextVar[Sums | None] = ContextVar("sums of the model whose forward runs", default=None)
+_MULTIPLIED: ContextVar[int] = ContextVar("what the trainer multiplies losses by", default=1)
+
+
+@contextlib.contextmanager
+def losses_multiplied_by(factor: int) -> Iterator[None]:
+    """Divide auxiliary losses of all ranks' tokens by what a trainer multiplies a model's loss by afterwards: Trainer
+    does so by ranks, for a loss over the targets of all of them."""
+    before = _MULTIPLIED.set(factor)
+    try:
+        yield
+    finally:
+        _MULTIPLIED.reset(before)
 
 
 def auxiliary_loss(
@@ -100,7 +113,7 @@ class _Switched:
         sums = _SUMS.get()
         if sums is None or not isinstance(gate_logits, tuple) or num_experts is None:
             return self._own(gate_logits, num_experts, top_k, attention_mask)
-        return auxiliary_loss(gate_logits, num_experts, top_k, attention_mask, sums)
+        return auxiliary_loss(gate_logits, num_experts, top_k, attention_mask, sums) / _MULTIPLIED.get()
 
 
 class BalancedRouters:

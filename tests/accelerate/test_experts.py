@@ -58,14 +58,21 @@ def test_a_bare_loop_equals_one_process() -> None:
         assert differences(seen, alone("Qwen3Moe", 1)) == []
 
 
-def fit(folder: Path, batch: int, knobs: dict[str, Any] | None = None) -> Run:
+def fit(
+    folder: Path,
+    batch: int,
+    knobs: dict[str, Any] | None = None,
+    kind: str = "Mixtral",
+    resume: str | None = None,
+) -> Run:
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
         max_steps=STEPS,
         learning_rate=1e-3,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="no" if knobs is None else "steps",
+        save_steps=2,
         report_to="none",
         disable_tqdm=True,
         use_cpu=knobs is None,
@@ -74,20 +81,34 @@ def fit(folder: Path, batch: int, knobs: dict[str, Any] | None = None) -> Run:
     rows = [{"input_ids": row, "labels": row} for row in batches(1, STEPS).flatten(0, 2)]
     options: dict[str, Any] = {} if knobs is None else {"smp_config": knobs}
     trainer = (Trainer if knobs is None else SmpTrainer)(
-        model=build("Mixtral").float(), args=arguments, train_dataset=rows, callbacks=[recorder], **options
+        model=build(kind).float(), args=arguments, train_dataset=rows, callbacks=[recorder], **options
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     recorder.run.weights = whole_weights(trainer.model)
     return recorder.run
 
 
 def test_trainer_equals_one_process(tmp_path: Path) -> None:
-    """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of rounding."""
-    expected = fit(tmp_path / "alone", BATCH)
-    knobs = {"shard_degree": 2, "expert_parallel_degree": 2}
-    for seen in run_ranks(fit, 4, tmp_path / "ranks", BATCH // 4, knobs, ranks_per_node=2):
+    """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of rounding. Auxiliary losses too."""
+    expected = fit(tmp_path / "alone", BATCH, kind="balanced in float32")
+    knobs = {"shard_degree": 2, "expert_parallel_degree": 2, "router_balance": "global"}
+    ranks = (tmp_path / "ranks", BATCH // 4, knobs, "balanced in float32")
+    for seen in run_ranks(fit, 4, *ranks, ranks_per_node=2):
         assert len(seen.losses) == STEPS
         assert max(abs(a - b) for a, b in zip(seen.losses, expected.losses, strict=True)) < 2e-5
         assert max(abs(a - b) for a, b in zip(seen.norms, expected.norms, strict=True)) < 2e-5
         assert seen.weights.keys() == expected.weights.keys()
         assert all((seen.weights[name] - value).abs().max() < 1e-4 for name, value in expected.weights.items())
+
+
+def whole_and_resumed(folder: Path) -> tuple[Run, Run]:
+    """A run, and one that goes on from its save behind the second of three steps, in the middle of the epoch."""
+    knobs = {"shard_degree": 4, "expert_parallel_degree": 2}
+    whole = fit(folder, 2, knobs)
+    return whole, fit(folder, 2, knobs, resume=str(folder / "checkpoint-2"))
+
+
+def test_a_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(whole_and_resumed, 4, tmp_path, ranks_per_node=4, timeout=300):
+        assert resumed.losses == whole.losses[2:]
+        assert all((resumed.weights[name] == value).all() for name, value in whole.weights.items())

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.core.expert_parallel.models import OwnModel
-from tests.core.tensor_parallel.model_cases import batches, own_loss
-from tests.lightning.running import Run, assert_same, make_trainer, report, together
+from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of, own_loss
+from tests.harness import run_ranks
+from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together
 
 BATCH, STEPS = 8, 6
 
 
 class Experts(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        torch.manual_seed(4)
-        self.model = OwnModel()
+        self.model = build(kind, seed=4)
         self.losses: list[torch.Tensor] = []
 
     def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = own_loss(self.model(tokens), tokens)
+        with Wide():
+            loss = loss_of(self.model, tokens)
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.losses.append(loss.detach())
         return loss
 
     def validation_step(self, tokens: torch.Tensor, batch_idx: int) -> None:
-        self.log("val_loss", own_loss(self.model(tokens), tokens), sync_dist=True)
+        with Wide():
+            self.log("val_loss", own_loss(logits_of(self.model, tokens), tokens), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)  # no steps made of rounding
@@ -43,15 +46,46 @@ class Experts(L.LightningModule):
     train_dataloader = val_dataloader = loader
 
 
-def trained(knobs: dict[str, Any] | None = None) -> Run:
-    module = Experts()
-    trainer = make_trainer(knobs, precision="64-true", accumulate_grad_batches=2, gradient_clip_val=0.5)
-    trainer.fit(module)
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    output = model(tokens)
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+
+
+def trained(
+    knobs: dict[str, Any] | None = None, kind: str = "own experts", save: str = "", load: str | None = None
+) -> Run:
+    """Two epochs; saved in the middle of the first, or loaded from there."""
+    module = Experts(kind)
+    savers = [SaveAt(save, 0, 3)] if save else []
+    flags: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+    trainer = make_trainer(knobs, precision="64-true", callbacks=savers, **flags)
+    trainer.fit(module, ckpt_path=load)
     return report(trainer, module)
+
+
+KNOBS = {"shard_degree": 4, "expert_parallel_degree": "node"}
 
 
 def test_a_fit_equals_one_process() -> None:
     """float64, 1e-12: sums in another order."""
     expected = trained()
-    assert len(expected.losses) == STEPS
-    assert_same(together(trained, {"shard_degree": 4, "expert_parallel_degree": "node"}), expected)
+    assert len(expected.losses) == 2 * STEPS
+    assert_same(together(trained, KNOBS), expected)
+
+
+def test_auxiliary_losses_are_those_of_one_process() -> None:
+    """float64, 1e-12, as above."""
+    expected = trained(kind="balanced")
+    assert_same(together(trained, {**KNOBS, "router_balance": "global"}, "balanced"), expected)
+
+
+def saved_and_resumed(path: str) -> tuple[Run, Run]:
+    return trained(KNOBS, save=path), trained({**KNOBS, "expert_parallel_degree": 2}, load=path)
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_degree(tmp_path: Path) -> None:
+    """float64, 1e-12, as above."""
+    for whole, resumed in run_ranks(saved_and_resumed, 4, str(tmp_path / "saved"), ranks_per_node=4, timeout=300):
+        assert len(resumed.losses) == 2 * STEPS - 4
+        rest = Run(whole.losses[4:], whole.weights, whole.metrics, whole.extra)
+        assert_same(resumed, rest)

@@ -16,15 +16,23 @@ from smp_core.entry import parallelize
 from smp_core.plan import Cluster, Plan, Shapes
 from smp_core.topology import Topology
 from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.expert_parallel.models import EXPERTS
 from tests.core.tensor_parallel.model_cases import (
     STEPS,
+    Wide,
     alone,
+    batches,
     build,
     differences,
+    full,
+    loss_of,
+    optimizer_of,
     together,
     wide_when_computed_again,
 )
 from tests.harness import run_ranks
+
+RATE, BIAS = 0.05, "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -65,3 +73,38 @@ def problems(cases: list[Case]) -> list[list[str]]:
 def assert_like_one_process(cases: list[Case], world: int = 4) -> None:
     for found in run_ranks(problems, world, cases, ranks_per_node=2, timeout=900):
         assert [line for lines in found for line in lines] == []
+
+
+def trained(case: Case, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    parallel = case.parallel()
+    optimizer = optimizer_of(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for micro in batches(1, steps):
+        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        loss_of(parallel.module, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel, optimizer
+
+
+def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:
+    """Weights and biases of one process that counts what its routers return."""
+    model: Any = build("DeepseekV3")
+    optimizer = optimizer_of(model)
+    chosen: dict[str, list[torch.Tensor]] = {}
+    gates = {name: module for name, module in model.named_modules() if hasattr(module, BIAS)}
+    for name, gate in gates.items():
+        chosen[name] = []
+        gate.register_forward_hook(lambda _, args, output, kept=chosen[name]: kept.append(output[2]))
+    for micro in batches(micro_batches, steps):
+        for tokens in micro:
+            with Wide():
+                (loss_of(model, tokens) / micro_batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, gate in gates.items():
+            counts = torch.cat([each.flatten() for each in chosen[name]]).bincount(minlength=EXPERTS).double()
+            getattr(gate, BIAS).add_(RATE * (counts.mean() - counts).sign())
+            chosen[name].clear()
+    return {name: full(value) for name, value in model.state_dict().items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,22 +11,14 @@ from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.expert_parallel import Sums, auxiliary_loss
 from smp_core.topology import Topology
-from tests.core.expert_parallel.cases import Case, assert_like_one_process, plan_of
+from tests.core.expert_parallel.cases import BIAS, RATE, Case, assert_like_one_process, plan_of, with_biases
 from tests.core.expert_parallel.models import EXPERTS, OwnModel, written_out
 from tests.core.tensor_parallel.model_cases import (
-    Wide,
     alone,
-    batches,
-    build,
     differences,
-    full,
-    loss_of,
-    optimizer_of,
     together,
 )
 from tests.harness import run_ranks
-
-RATE, BIAS = 0.05, "e_score_correction_bias"
 
 
 def test_auxiliary_losses_are_those_of_one_process() -> None:
@@ -81,29 +71,6 @@ def test_padding_counts_nowhere() -> None:
         assert loss == pytest.approx(float(expected.detach()), abs=1e-12)
         assert (gradient - logits[rank].grad).abs().max() < 1e-12
         assert sum(value for name, value in sent.items() if name.startswith("router_all_reduce")) > 0
-
-
-def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:
-    """Weights and biases of one process that counts what its routers return."""
-    model: Any = build("DeepseekV3")
-    optimizer = optimizer_of(model)
-    chosen: dict[str, list[torch.Tensor]] = {}
-    gates = {name: module for name, module in model.named_modules() if hasattr(module, BIAS)}
-    for name, gate in gates.items():
-        chosen[name] = []
-        gate.register_forward_hook(lambda _, args, output, kept=chosen[name]: kept.append(output[2]))
-    for micro in batches(micro_batches, steps):
-        for tokens in micro:
-            with Wide():
-                (loss_of(model, tokens) / micro_batches).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, gate in gates.items():
-            counts = torch.cat([each.flatten() for each in chosen[name]]).bincount(minlength=EXPERTS).double()
-            getattr(gate, BIAS).add_(RATE * (counts.mean() - counts).sign())
-            chosen[name].clear()
-    return {name: full(value) for name, value in model.state_dict().items()}
 
 
 def biased(cases: list[Case]) -> list[list[str]]:

@@ -15,25 +15,13 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_opt
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
-from tests.core.expert_parallel.cases import Case
-from tests.core.tensor_parallel.model_cases import batches, full, loss_of, optimizer_of
+from tests.core.expert_parallel.cases import Case, trained
+from tests.core.tensor_parallel.model_cases import batches, full
 from tests.harness import run_ranks
 
 # Shard degree and expert degree; with 4 x 4 experts are sharded in another dimension, or not at all.
 LAYOUTS = [(4, 2), (2, 1), (4, 4)]
 ALL = [(shard, expert) for shard, expert in itertools.product((1, 2, 4), (1, 2, 4)) if shard % expert == 0]
-
-
-def trained(case: Case, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    parallel = case.parallel()
-    optimizer = optimizer_of(parallel.module)
-    parallel.prepare_optimizer(optimizer)
-    for micro in batches(1, steps):
-        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-        loss_of(parallel.module, own).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parallel, optimizer
 
 
 def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -12,36 +12,20 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
-from tests.core.expert_parallel.cases import Case as WithoutStages
+from tests.core.expert_parallel.cases import RATE, Case as WithoutStages, trained as trained_without_stages, with_biases
 from tests.core.expert_parallel.models import FAMILIES
-from tests.core.expert_parallel.test_balance import RATE, with_biases
-from tests.core.expert_parallel.test_checkpoints import trained as trained_without_stages
-from tests.core.pipeline.cases import Case, together
-from tests.core.pipeline.test_checkpoints import everything
-from tests.core.tensor_parallel.model_cases import STEPS, alone, batches, differences, optimizer_of
+from tests.core.expert_parallel.staged import assert_like_one_process
+from tests.core.pipeline.cases import Case, everything, together
+from tests.core.tensor_parallel.model_cases import STEPS, batches, optimizer_of
 from tests.harness import run_ranks
 
 EXPERTS, RATED = ("expert_parallel_degree", 2), ("router_bias_update_rate", RATE)
-
-
-def problems(cases: list[Case]) -> list[list[str]]:
-    """What is further off than 1e-12 from one process, by case; run by each rank."""
-    found = []
-    for case in cases:
-        lines = differences(together(case), alone(case.kind, case.windows))
-        found.append([f"{case}: {line}" for line in lines])
-    return found
 
 
 def biased(case: Case) -> list[str]:
     """The same of weights and biases that the routers' choices move."""
     seen, expected = together(case).weights, with_biases(case.windows, STEPS)
     return [name for name, value in seen.items() if not (value - expected[name]).abs().max() <= 1e-12]
-
-
-def assert_like_one_process(cases: list[Case], world: int = 4) -> None:
-    for found in run_ranks(problems, world, cases, ranks_per_node=4, timeout=900):
-        assert [line for lines in found for line in lines] == []
 
 
 def test_experts_on_stages_train_like_one_process() -> None:
@@ -65,7 +49,8 @@ def test_families_on_stages_and_replicas_train_like_one_process(knobs: tuple[tup
 
 def trained(layout: dict[str, int], steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
     if "stages" not in layout:
-        return trained_without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"]), steps)
+        knobs = (("tensor_parallel_degree", layout.get("tensor", 1)),)
+        return trained_without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"], knobs=knobs), steps)
     knobs = (("expert_parallel_degree", layout["expert"]),)
     case = Case("Mixtral", layout["stages"], layout["shard"], knobs=knobs)
     parallel = case.parallel()
@@ -101,10 +86,11 @@ def saved_and_loaded(folder: Path, layouts: list[dict[str, int]]) -> list[tuple[
 
 
 STAGES = {"stages": 2, "shard": 2, "expert": 2}
-LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, {"stages": 2, "shard": 2, "expert": 1}, {"shard": 4, "expert": 2}]
+TENSOR = {"tensor": 2, "shard": 2, "expert": 2}
+LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, TENSOR, {"stages": 2, "shard": 2, "expert": 1}, {"shard": 4, "expert": 2}]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_any_stages_load_what_others_saved(first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_any_stages_and_tensor_ranks_load_what_others_saved(first: int, tmp_path: Path) -> None:
     layouts = [*LAYOUTS[first:], *LAYOUTS[:first]]
     assert run_ranks(saved_and_loaded, 4, tmp_path, layouts, ranks_per_node=4, timeout=600) == [[]] * 4

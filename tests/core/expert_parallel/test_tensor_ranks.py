@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.expert_parallel import test_stages
-from tests.core.expert_parallel.test_balance import RATE, with_biases
+from tests.core.expert_parallel import staged
+from tests.core.expert_parallel.cases import RATE, with_biases
 from tests.core.pipeline.cases import Case as Staged
 from tests.core.tensor_parallel.model_cases import STEPS, Case, alone, differences, together
 from tests.core.tensor_parallel.models import PLANS
@@ -87,7 +87,7 @@ def test_experts_on_stages_of_tensor_ranks_train_like_one_process() -> None:
     """1e-12, as above. 2 stages x 2 expert ranks x 2 tensor ranks."""
     both = (EXPERTS, ("tensor_parallel_degree", 2))
     cases = [Staged(kind, shard=2, knobs=both) for kind in ("Mixtral", "Qwen3Moe", "DeepseekV3")]
-    test_stages.assert_like_one_process(cases, world=8)
+    staged.assert_like_one_process(cases, world=8)
 
 
 def refused() -> str:

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
 from smp_core.engine.averaging import ShardedAverage
@@ -164,3 +165,13 @@ def together(case: Case, max_norm: float = 0.5, device: torch.device | None = No
 
 def several(cases: list[Case]) -> list[Training]:
     return [together(case) for case in cases]
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and optimizer states, unsharded, on all ranks."""
+    state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)["state"]}
+    found = full_state_dict(state, rank0_only=False, stages=parallel.stage_group)
+    flat = dict(found["model"])
+    for name, entry in found["optimizer"].items():
+        flat |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return flat

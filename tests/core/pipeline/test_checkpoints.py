@@ -11,7 +11,6 @@ import torch.distributed as dist
 import transformers
 
 from smp_core.checkpoint import consolidate
-from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
@@ -19,8 +18,8 @@ from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.optim import AdamW8bit
-from tests.core.pipeline.cases import Case, example_of
-from tests.core.tensor_parallel.model_cases import batches, build, full, loss_of, optimizer_of
+from tests.core.pipeline.cases import Case, everything, example_of
+from tests.core.tensor_parallel.model_cases import batches, build, loss_of, optimizer_of
 from tests.harness import run_ranks
 
 Layout = dict[str, Any]
@@ -49,16 +48,6 @@ def trained(layout: Layout, steps: int, in_8_bits: bool = False) -> tuple[Parall
         optimizer.step()
         optimizer.zero_grad()
     return parallel, optimizer
-
-
-def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and optimizer states, unsharded, on all ranks."""
-    state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)["state"]}
-    found = full_state_dict(state, rank0_only=False, stages=parallel.stage_group)
-    flat = dict(found["model"])
-    for name, entry in found["optimizer"].items():
-        flat |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
-    return flat
 
 
 def save(folder: Path, layout: Layout, in_8_bits: bool = False) -> dict[str, Any]:
