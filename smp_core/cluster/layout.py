@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import lru_cache
 from types import MappingProxyType
 
 from smp_core.config import SmpConfig
@@ -141,13 +141,7 @@ class Layout:
 
     def size(self, *axes: Axis) -> int:
         """Return the ranks along these axes together."""
-        if axes not in self._sizes:
-            self._sizes[axes] = math.prod(getattr(self, axis.value) for axis in axes)
-        return self._sizes[axes]
-
-    @cached_property
-    def _sizes(self) -> dict[Axes, int]:
-        return {}
+        return _size(self, axes)
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
         """Return where the rank stands on an axis; on several axes together, the outer ones first."""
@@ -175,6 +169,12 @@ class Layout:
 
 
 _ORDER = tuple(Axis)
+
+
+@lru_cache(maxsize=4096)
+def _size(layout: Layout, axes: Axes) -> int:
+    """Return :meth:`Layout.size`, which planners ask for a million times."""
+    return math.prod(getattr(layout, axis.value) for axis in axes)
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:

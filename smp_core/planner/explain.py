@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNEVEN = 0.05  # of a stage's time
+_LITTLE = 0.005  # of a step's
 
 _PARAMETERS_OF_A_NODE = 3e9
 """SageMaker SMP's rule of thumb: a partition group of one node for each three billion parameters."""
@@ -164,15 +165,17 @@ def waits_of(candidate: Candidate) -> str:
     time = candidate.time
     waits = {part: getattr(time, part) / time.total for part in _WAITS}
     most = max(waits, key=lambda part: waits[part])
-    line = f"A step computes {time.compute / time.total:.0%} of its time, and waits longest for {_WAITS[most]}"
-    line += f" ({most}), {waits[most]:.0%}."
+    line = f"A step computes {time.compute / time.total:.0%} of its time"
+    line += "." if waits[most] < _LITTLE else f", and waits longest for {_WAITS[most]} ({most}), {waits[most]:.0%}."
     stages = candidate.plan.stages
     if stages is None or time.over_mean < _UNEVEN:
         return line
     has_head = " with the head" if time.stage == stages.count - 1 else ""
     sizes = ", ".join(map(str, stages.sizes))
+    if len(set(stages.sizes)) == 1:
+        sizes = f"{stages.sizes[0]} for each of {stages.n_chunks}"
     return (
-        f"{line} Stages are uneven: the {time.stage + 1}. of {stages.count}{has_head} is busy {time.over_mean:.0%} "
+        f"{line} Stages are uneven: stage {time.stage + 1} of {stages.count}{has_head} is busy {time.over_mean:.0%} "
         f"longer than the mean one, which is no bubble; blocks are cut as {sizes} (pipeline.split)."
     )
 

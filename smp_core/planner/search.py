@@ -331,8 +331,10 @@ class _Search:
         stages = layout["pipeline_parallel_degree"]
         if stages == 1 or not self.prunes:
             return False
-        context = layout["context_parallel_degree"]
-        where = (knobs["activations"].checkpoint, batch.size, layout["tensor_parallel_degree"], context)
+        context, mode = layout["context_parallel_degree"], knobs["activations"].checkpoint
+        if mode not in self.trace.block:
+            return False  # refused later
+        where = (mode, batch.size, layout["tensor_parallel_degree"], context)
         if where not in self.shared:
             tokens = self.workload.sequence / context
             self.shared[where] = computed_seconds(self.trace, self.hardware, *where, tokens)

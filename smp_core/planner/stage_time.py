@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart
-from smp_core.planner.time import TIME_PARTS, StepModel, StepTime, computing_seconds, exposed_seconds
+from smp_core.planner.time import StepModel, StepTime, computing_seconds, exposed_seconds
 
 _ROUNDS = 3
 """Rounds of as many micro-batches as there are stages that are played."""
@@ -167,24 +167,21 @@ class StagedModel(StepModel):
             ends = [max(ends) + times * (max(found) if not is_last else end) for end in found]
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
-        parts, tied = self._parts_of_busiest(of_size, count, replicas, stepped), self._tied_seconds()
-        parts["replicas"] += tied
-        parts["pipeline"] = max(end + tied - sum(parts[part] for part in TIME_PARTS if part in parts), 0.0)
-        return StepTime(**parts)
+        busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
+        rest = max(end - busiest.total, 0.0)
+        return replace(busiest, replicas=busiest.replicas + tied, pipeline=rest)
 
-    def _parts_of_busiest(
-        self, of_size: _OfSize, count: int, replicas: Sequence[float], stepped: Sequence[float]
-    ) -> dict[str, float]:
-        """Return the seconds of the stage that is busy longest, for which the others wait, by part; and how much longer
-        it is busy than the mean stage."""
-        of_stages: list[dict[str, float]] = []
+    def _busiest(self, of_size: _OfSize, count: int, replicas: Sequence[float], stepped: Sequence[float]) -> StepTime:
+        """Return the seconds of the stage that is busy longest, without what it waits for of others, which wait for
+        it."""
+        of_stages: list[StepTime] = []
         for stage in range(self.stages.count):
-            own = dict(zip(_PARTS, self._busy(of_size, stage, count), strict=True))
-            of_stages.append({**own, "replicas": replicas[stage], "optimizer": stepped[stage]})
-        totals = [sum(own.values()) for own in of_stages]
-        busiest = totals.index(max(totals))
-        mean = sum(totals) / len(totals)
-        return {**of_stages[busiest], "stage": busiest, "over_mean": totals[busiest] / mean - 1}
+            compute, gathers, tensor, context, copies = self._busy(of_size, stage, count)
+            own = (compute, gathers, replicas[stage], tensor, context, stepped[stage], copies)
+            of_stages.append(StepTime(*own, stage=stage))
+        busiest = max(of_stages, key=lambda each: each.total)
+        mean = sum(each.total for each in of_stages) / len(of_stages)
+        return replace(busiest, over_mean=busiest.total / mean - 1)
 
     def least(self, micro_batch: int, count: int, in_stages: int) -> float:
         """Return seconds that schedules of this many chunks take at least, but for a part of the first round where

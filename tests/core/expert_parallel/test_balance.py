@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from tests.core.expert_parallel.cases import BIAS, RATE, Case, assert_like_one_p
 from tests.core.expert_parallel.models import EXPERTS, OwnModel, written_out
 from tests.core.tensor_parallel.model_cases import (
     alone,
+    build,
     differences,
     together,
 )

@@ -1,0 +1,207 @@
+"""Ten requests that people make of `smp plan`, and two published steps of one p5.48xlarge, with what is planned.
+
+    python benchmarks/plan_requests.py [--only NAME ...]     plan, and write benchmarks/results/plan_requests.json
+    python benchmarks/plan_requests.py --page                write the tables of docs/plan-requests.md again
+
+Nothing is measured here: the planner is asked, and its answers are kept, so that a change of its constants or of its
+search shows in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp_core.plan import GIB
+from smp_core.planner import Workload, plan
+from smp_core.planner.candidate import Candidate
+from smp_core.planner.explain import waits_of
+from smp_core.planner.planner import Recommendation, layout_words
+
+RESULTS = Path(__file__).parent / "results" / "plan_requests.json"
+PAGE = Path(__file__).parents[1] / "docs" / "plan-requests.md"
+BEGIN, END = "<!-- generated: requests -->", "<!-- end of requests -->"
+BEGIN_PUBLISHED, END_PUBLISHED = "<!-- generated: published -->", "<!-- end of published -->"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question: a model, machines and the batch of a step."""
+
+    words: str
+    model: str
+    cluster: str
+    sequence: int
+    global_batch: int
+
+
+REQUESTS = {
+    "8b-slow": Request("8B on 4 x 8 A100 at 100 Gbit/s", "llama-3.1-8b", "4x8:a100-80g@100gbps", 4096, 256),
+    "70b-p5": Request("70B on 8 p5", "llama-3.1-70b", "8xp5", 8192, 128),
+    "70b-b200": Request("70B on 4 DGX B200", "llama-3.1-70b", "4xdgx-b200", 8192, 128),
+    "30b-16": Request("30B on 16 p4d", "gpt2-30b", "16xp4d", 2048, 768),
+    "30b-32": Request("30B on 32 p4d", "gpt2-30b", "32xp4d", 2048, 1536),
+    "8b-1024": Request("8B on 1,024 H100", "llama-3.1-8b", "128xdgx-h100", 8192, 1024),
+    "8b-4090": Request("8B on eight RTX 4090", "llama-3.1-8b", "1x8:rtx-4090", 2048, 64),
+    "7b-lora": Request("7B with LoRA on one card of 24 GB", "llama-2-7b+lora:16", "1x1:rtx-4090", 2048, 16),
+    "128k": Request("8B, sequences of 128K tokens, on 8 H100", "llama-3.1-8b", "1xp5", 131072, 8),
+    "mixtral": Request("Mixtral 8x7B on 64 H100", "mixtral-8x7b", "8xdgx-h100", 4096, 256),
+}
+
+PUBLISHED = {"bf16": 2.03, "fp8": 3.05}
+"""Samples per second of Llama 3.1 8B on one p5.48xlarge: context 8, sequences of 16,384 tokens, four of them in a
+step."""
+GOALS = {"bf16": 0.10, "fp8": 0.15}
+
+
+def answered(request: Request) -> dict[str, Any]:
+    """Plan a request; return the pick, what is faster, and what would change it."""
+    work = Workload(request.sequence, request.global_batch)
+    found = plan(request.model, request.cluster, work)
+    fastest = min(found.found.ranked, key=lambda each: each.time.total)
+    of_spreads: dict[tuple[int, int], Candidate] = {}
+    for each in found.found.ranked:
+        best = of_spreads.setdefault(each.spread, each)
+        if each.time.total < best.time.total:
+            of_spreads[each.spread] = each
+    return {
+        "pick": _described(found.chosen),
+        "fastest": _described(fastest),
+        "spreads": [[*spread, each.time.total] for spread, each in sorted(of_spreads.items())],
+        "waits": waits_of(found.chosen),
+        "flips": [flip.words for flip in found.flips()],
+        "configurations": found.found.considered,
+    }
+
+
+def _described(candidate: Candidate) -> dict[str, Any]:
+    knobs = candidate.plan.knobs
+    return {
+        "layout": layout_words(candidate),
+        "axes": candidate.spread[0],
+        "nodes_of_a_group": candidate.spread[1],
+        "micro_batch": candidate.micro_batch,
+        "micro_batches": candidate.count,
+        "recomputation": knobs.activations.checkpoint,
+        "offloads": candidate.plan.activations.offloaded_bytes is not None,
+        "knobs": candidate.knobs,
+        "seconds": candidate.time.total,
+        "band": candidate.band.share,
+        "program": candidate.band.program,
+        "tokens_per_second": candidate.tokens_per_second,
+        "memory_gib": candidate.memory.total / GIB,
+        "capacity_gib": candidate.memory.capacity / GIB,
+    }
+
+
+def published() -> dict[str, Any]:
+    """Plan the published step, in bfloat16. FP8 is not planned."""
+    fixed = {"shard": 8, "context": 8}
+    found: Recommendation = plan("llama-3.1-8b", "1xp5", Workload(16384, 4), fixed=fixed)
+    return {"bf16": {"samples_per_second": 4 / found.chosen.time.total, "pick": _described(found.chosen)}}
+
+
+def table(answers: dict[str, Any]) -> str:
+    """Return the requests and their answers as Markdown."""
+    lines = [
+        "| asked | picked | micro-batches | recomputation | step, s | tokens/s | memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, request in REQUESTS.items():
+        if name not in answers:
+            continue
+        pick = answers[name]["pick"]
+        mode = pick["recomputation"] + (", offloaded" if pick["offloads"] else "")
+        cells = [
+            f"[{request.words}](#{name})",
+            pick["layout"],
+            f"{pick['micro_batches']} of {pick['micro_batch']}",
+            mode,
+            f"{pick['seconds']:.3g} ± {pick['band']:.0%}",
+            f"{pick['tokens_per_second']:,.0f} ± {pick['band']:.0%}",
+            f"{pick['memory_gib']:.1f} of {pick['capacity_gib']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_details(answers)])
+
+
+def _details(answers: dict[str, Any]) -> list[str]:
+    """Return a section for each request: the command, why this, what it waits for, and what would change it."""
+    lines = []
+    for name, request in REQUESTS.items():
+        if name not in answers:
+            continue
+        answer = answers[name]
+        pick, fastest = answer["pick"], answer["fastest"]
+        asked = f"--seq {request.sequence} --global-batch {request.global_batch}"
+        lines += [f'### {request.words} {{: id="{name}" }}', ""]
+        lines += ["```sh", f"smp plan {request.model} --cluster {request.cluster} {asked}", "```", ""]
+        if pick["seconds"] <= fastest["seconds"]:
+            why = f"{pick['layout']}: the fastest of all, and nothing simpler is within {pick['band']:.0%} of it."
+        else:
+            saved = 1 - fastest["seconds"] / pick["seconds"]
+            why = (
+                f"{pick['layout']}: the simplest within {fastest['band']:.0%} of the fastest, {fastest['layout']}, "
+                f"which would save {saved:.1%} of a step by the model's own count."
+            )
+        flips = answer["flips"]
+        changes = (
+            "; ".join(flips) if flips else "no share of a rate changes the axes, or the nodes of a partition group"
+        )
+        lines += [f"{why} {answer['waits']}", "", f"**What would flip it:** {changes}.", ""]
+    return lines[:-1]
+
+
+def published_table(found: dict[str, Any]) -> str:
+    """Return the published steps beside the planned one as Markdown."""
+    lines = ["| | published, samples/s | planned, samples/s | off | wanted within | |", "|---|---|---|---|---|---|"]
+    for name, rate in PUBLISHED.items():
+        goal = f"{GOALS[name]:.0%}"
+        if name not in found:
+            lines.append(f"| {name} | {rate:.2f} | not planned | - | {goal} | missed |")
+            continue
+        planned = found[name]["samples_per_second"]
+        off = planned / rate - 1
+        verdict = "met" if abs(off) <= GOALS[name] else "missed"
+        lines.append(f"| {name} | {rate:.2f} | {planned:.2f} | {off:+.1%} | {goal} | {verdict} |")
+    return "\n".join(lines)
+
+
+def write_page(result: dict[str, Any]) -> None:
+    """Write the page's tables again."""
+    text = PAGE.read_text(encoding="utf-8")
+    parts = (
+        (BEGIN, END, table(result["requests"])),
+        (BEGIN_PUBLISHED, END_PUBLISHED, published_table(result["published"])),
+    )
+    for begin, end, made in parts:
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[*REQUESTS, "published"], help="the others stay as they are")
+    parser.add_argument("--page", action="store_true", help="write docs/plan-requests.md from the result")
+    asked = parser.parse_args()
+    result: dict[str, Any] = {"requests": {}, "published": {}}
+    if RESULTS.exists():
+        result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if asked.page:
+        write_page(result)
+        return
+    for name in asked.only or [*REQUESTS, "published"]:
+        print(name, flush=True)
+        if name == "published":
+            result["published"] = published()
+        else:
+            result["requests"][name] = answered(REQUESTS[name])
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
