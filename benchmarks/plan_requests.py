@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def table(answers: dict[str, Any]) -> str:
         pick = answers[name]["pick"]
         mode = pick["recomputation"] + (", offloaded" if pick["offloads"] else "")
         cells = [
-            f"[{request.words}](#{name})",
+            f"[{request.words}](#{_anchor(request.words)})",
             pick["layout"],
             f"{pick['micro_batches']} of {pick['micro_batch']}",
             mode,
@@ -128,6 +129,11 @@ def table(answers: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_details(answers)])
 
 
+def _anchor(heading: str) -> str:
+    """Return what a page's link calls a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def _details(answers: dict[str, Any]) -> list[str]:
     """Return a section for each request: the command, why this, what it waits for, and what would change it."""
     lines = []
@@ -137,7 +143,7 @@ def _details(answers: dict[str, Any]) -> list[str]:
         answer = answers[name]
         pick, fastest = answer["pick"], answer["fastest"]
         asked = f"--seq {request.sequence} --global-batch {request.global_batch}"
-        lines += [f'### {request.words} {{: id="{name}" }}', ""]
+        lines += [f"### {request.words}", ""]
         lines += ["```sh", f"smp plan {request.model} --cluster {request.cluster} {asked}", "```", ""]
         if pick["seconds"] <= fastest["seconds"]:
             why = f"{pick['layout']}: the fastest of all, and nothing simpler is within {pick['band']:.0%} of it."
