@@ -116,8 +116,9 @@ def _rank(rank: int, folder: str, kind: str, names: tuple[str, ...]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
     delays = _Delays()
     delays.put_in()
-    device = torch.device(kind, *((rank if apart else 0,) if kind == "cuda" else ()))
+    device = torch.device(kind)
     if kind == "cuda":
+        device = torch.device("cuda", rank if apart else 0)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)

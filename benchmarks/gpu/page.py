@@ -44,7 +44,7 @@ def all_results(folder: Path) -> list[Results]:
 
 
 def is_wrong(line: Mapping[str, Any]) -> bool:
-    """Tell whether an item broke, or found something wrong."""
+    """Return whether an item broke, or found something wrong."""
     broke = line["state"].startswith(("died", "out of time"))
     return broke or any("error" in row or row.get("ok") is False for row in line["rows"])
 

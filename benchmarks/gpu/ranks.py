@@ -230,8 +230,11 @@ class Here:
 
     def begin(self, *, with_cpu: bool = False) -> None:
         """Make the world: bound to the device as under Lightning, or with gloo beside for the CPU."""
-        backend = "gloo" if self.is_rehearsal else "cpu:gloo,cuda:nccl" if with_cpu else "nccl"
-        bound = None if self.is_rehearsal or with_cpu else self.device
+        backend, bound = "nccl", None if with_cpu else self.device
+        if with_cpu:
+            backend = "cpu:gloo,cuda:nccl"
+        if self.is_rehearsal:
+            backend, bound = "gloo", None
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT), device_id=bound)
 
     def taken_gib(self) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipe import Recipe, Run, Size  # isort: skip
+from recipe import SMALL, Recipe, Run, Size  # isort: skip
 from language_model import LanguageModel, train
 
 from smp_core.planner.known_models import KNOWN_MODELS
@@ -34,15 +34,7 @@ RECIPE = Recipe(
         },
     ),
     tiny=Size(
-        {
-            "model_type": "llama",
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
+        {"model_type": "llama", **SMALL, "num_hidden_layers": 4},
         tokens=64,
         micro_batch=1,
         global_batch=8,

@@ -14,20 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipe import Recipe, Run, Size  # isort: skip
+from recipe import SMALL, Recipe, Run, Size  # isort: skip
 from language_model import LanguageModel, train
 
 from smp_core.planner.known_models import KNOWN_MODELS
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 RECIPE = Recipe(
     "1xp5",
     full=Size(
@@ -38,7 +29,7 @@ RECIPE = Recipe(
         knobs={"shard_degree": 8, "context_parallel_degree": 8, "delayed_init": True, "fp8": "hybrid"},
     ),
     tiny=Size(
-        TINY,
+        {"model_type": "llama", **SMALL},
         tokens=128,
         micro_batch=1,
         global_batch=4,

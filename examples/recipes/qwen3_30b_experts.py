@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipe import Recipe, Run, Size  # isort: skip
+from recipe import SMALL, Recipe, Run, Size  # isort: skip
 from language_model import LanguageModel, train
 
 from smp_core.planner.known_models import KNOWN_MODELS
@@ -28,13 +28,8 @@ RECIPE = Recipe(
     tiny=Size(
         {
             "model_type": "qwen3_moe",
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 128,
+            **SMALL,
             "moe_intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 16,
             "num_experts": 8,
             "num_experts_per_tok": 2,

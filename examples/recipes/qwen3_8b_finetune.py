@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipe import Recipe, Run, Size  # isort: skip
+from recipe import SMALL, Recipe, Run, Size  # isort: skip
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -34,16 +34,7 @@ RECIPE = Recipe(
         knobs={"shard_degree": "node", "activations": "full", "chunked_cross_entropy": 1024},
     ),
     tiny=Size(
-        {
-            "model_type": "qwen3",
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
+        {"model_type": "qwen3", **SMALL, "head_dim": 16},
         tokens=64,
         micro_batch=2,
         global_batch=8,

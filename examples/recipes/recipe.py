@@ -28,11 +28,20 @@ from smp_core.cluster import launch_environment
 
 DEGREES = ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
 """Knobs whose ranks read the same samples."""
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""The shape of a tiny decoder."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What differs between the full training and the tiny one.
+    """The half of a recipe that differs between the full training and the tiny one.
 
     Attributes:
         model: fields of a Transformers configuration, as `AutoConfig.for_model` takes them.

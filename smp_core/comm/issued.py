@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -82,9 +82,9 @@ class IssuedCollectives:
         del self.numbers[:]
         self.windows += 1
 
-    def recent(self) -> tuple[int, list[int]]:
-        """Return the checksum of what is not kept, and the numbers of what is."""
-        return self._older, self.numbers.tolist()
+    def recent(self) -> tuple[int, array[int]]:
+        """Return the checksum of what is not kept, and the numbers of what is: a copy."""
+        return self._older, self.numbers[:]
 
     def describe(self, number: int | None) -> str:
         """Return a noted number in words."""
@@ -158,7 +158,7 @@ class NotedCollective:
         return work
 
 
-def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:
+def first_to_differ(issued: IssuedCollectives, by_rank: Mapping[int, tuple[int, Sequence[int]]]) -> str:
     """Say where the ranks of one partition group first issued something else, and which; "" if nowhere.
 
     Args:

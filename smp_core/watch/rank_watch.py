@@ -170,7 +170,10 @@ class RankWatch:
         if not looks_like_a_lost_peer(error):
             self._failure = f"{type(error).__name__}: {error}{_place(error)}"
             self._beat()
-            return self._find_difference() if _DEVICE_STOPPED in str(error).lower() else None
+            if _DEVICE_STOPPED not in str(error).lower():
+                return None
+            with ignoring_sigterm():  # torchrun sends it once another rank has ended
+                return self._find_difference()
         self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with ignoring_sigterm():
             return self._find_out()
@@ -178,10 +181,10 @@ class RankWatch:
     def _find_difference(self) -> str | None:
         """Compare what ranks tell of their last windows, where a device has stopped: it does so where they differ, and
         cannot say more. None if they tell the same."""
-        own = {str(number): window.told for number, window in here.compared.items()}
+        own = {str(number): window.told() for number, window in here.compared.items()}
         for board in self.boards:
             _attempt(board.set, f"windows/{self._runs}/{self.rank}", own)
-        told = self._await_windows({rank for window in here.compared.values() for rank in window.ranks})
+        told = self._await_windows({rank for window in here.compared.values() for rank in window.ranks()})
         for number, window in here.compared.items():
             of_window = {rank: theirs[str(number)] for rank, theirs in told.items() if str(number) in theirs}
             if found := window.difference(of_window):

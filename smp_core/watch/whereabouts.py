@@ -21,7 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # torch comes with it, and `smp report` does without
     from smp_core.watch.signs import Board, Sign
@@ -60,18 +60,17 @@ _SHOWN = 2048
 _KEPT_WINDOWS = 4
 
 
-class Compared(NamedTuple):
-    """A window whose comparison only the device knows.
+class Compared(Protocol):
+    """A window whose comparison only the device knows."""
 
-    Args:
-        told: what this rank would say of it, as JSON.
-        ranks: those to compare with.
-        difference: says in words where ranks differ, by what each said; "" where nowhere.
-    """
+    def told(self) -> Sequence[Any]:
+        """Return what this rank would say of it, as JSON."""
 
-    told: Sequence[Any]
-    ranks: Sequence[int]
-    difference: Callable[[Mapping[int, Sequence[Any]]], str]
+    def ranks(self) -> Iterable[int]:
+        """Return those to compare with."""
+
+    def difference(self, by_rank: Mapping[int, Sequence[Any]]) -> str:
+        """Say in words where ranks differ, by what each told; "" where nowhere."""
 
 
 class Whereabouts:
@@ -139,12 +138,10 @@ class Whereabouts:
             self._windows.append(time.monotonic() - self.window_began)
         self.window_began, self.micro_batch = None, 1
 
-    def keep_window(
-        self, told: Sequence[Any], ranks: Sequence[int], difference: Callable[[Mapping[int, Sequence[Any]]], str]
-    ) -> None:
-        """Keep what :class:`Compared` says. All ranks keep the same windows."""
+    def keep_window(self, window: Compared) -> None:
+        """Keep a window. All ranks keep the same ones."""
         number = max(self.compared, default=0) + 1
-        self.compared[number] = Compared(told, ranks, difference)
+        self.compared[number] = window
         self.compared.pop(number - _KEPT_WINDOWS, None)
 
     def patience(self) -> float:

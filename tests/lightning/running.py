@@ -89,6 +89,25 @@ def fit(
     return report(trainer, module)
 
 
+def fit_twice(
+    kind: type[LightningModule],
+    options: dict[str, Any],
+    folder: Path,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    **flags: Any,
+) -> tuple[Trainer, LightningModule]:
+    """Fits an epoch, saves, and goes on in another trainer with other knobs. Losses are those of both."""
+    trainer, module = make_trainer(first, **flags), kind(**options)
+    trainer.fit(module)
+    trainer.save_checkpoint(folder / "half.ckpt")
+    losses = module.losses
+    trainer, module = make_trainer(second, max_epochs=2, **flags), kind(**options)
+    trainer.fit(module, ckpt_path=folder / "half.ckpt")
+    module.losses = losses + module.losses
+    return trainer, module
+
+
 def together(case: Callable[..., Run], *args: Any, ranks: int = 4, **kwargs: Any) -> list[Run]:
     """``case`` on the ranks of the pool, two to a node."""
     return run_ranks(case, ranks, *args, ranks_per_node=2, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from smp_core.optim import AdamW8bit
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, PlainModel
-from tests.lightning.running import Run, assert_same, fit, make_trainer, report
+from tests.lightning.running import Run, assert_same, fit, fit_twice, report
 
 
 class In8Bits(LanguageModule):
@@ -34,14 +34,8 @@ FLAGS: dict[str, Any] = {
 
 
 def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> tuple[Run, bool]:
-    """Fits an epoch, saves, and goes on in another trainer; whether there were states in 8 bits."""
-    trainer, module = make_trainer(first, **FLAGS), In8Bits(batches=4)
-    trainer.fit(module)
-    trainer.save_checkpoint(folder / "half.ckpt")
-    losses = module.losses
-    trainer, module = make_trainer(second, max_epochs=2, **FLAGS), In8Bits(batches=4)
-    trainer.fit(module, ckpt_path=folder / "half.ckpt")
-    module.losses = losses + module.losses
+    """What both fits showed, and whether there were states in 8 bits."""
+    trainer, module = fit_twice(In8Bits, {"batches": 4}, folder, first, second, **FLAGS)
     (optimizer,) = trainer.optimizers
     in_8_bits = any(entry["exp_avg"].dtype == torch.uint8 for entry in optimizer.state.values())
     return report(trainer, module), in_8_bits

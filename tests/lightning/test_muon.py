@@ -9,7 +9,7 @@ import torch
 
 from smp_core.optim import Muon, muon_groups
 from tests.lightning.modules import LanguageModule, PlainModel
-from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
+from tests.lightning.running import Run, assert_same, fit, fit_twice, report, together
 
 
 class ByMuon(LanguageModule):
@@ -28,15 +28,7 @@ FLAGS: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0}
 
 
 def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> Run:
-    """Fits an epoch, saves, and goes on in another trainer."""
-    trainer, module = make_trainer(first, **FLAGS), ByMuon(batches=3)
-    trainer.fit(module)
-    trainer.save_checkpoint(folder / "half.ckpt")
-    losses = module.losses
-    trainer, module = make_trainer(second, max_epochs=2, **FLAGS), ByMuon(batches=3)
-    trainer.fit(module, ckpt_path=folder / "half.ckpt")
-    module.losses = losses + module.losses
-    return report(trainer, module)
+    return report(*fit_twice(ByMuon, {"batches": 3}, folder, first, second, **FLAGS))
 
 
 def test_trains_and_resumes_like_one_process(tmp_path: Path) -> None:

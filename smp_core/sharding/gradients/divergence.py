@@ -13,10 +13,10 @@ collective can be issued. What the host told is then exchanged by the watch over
 
 from __future__ import annotations
 
-import functools
 import operator
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -131,17 +131,37 @@ class WindowRecord(NamedTuple):
     window: int
     replica: int
     older: int
-    numbers: list[int]
-    trained: list[str]
+    numbers: Sequence[int]
+    trained: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
+class LeftToDevice:
+    """A window whose comparison only the device knows (:class:`smp_core.watch.whereabouts.Compared`). Nothing is made
+    of it unless the device stops there: each step leaves one."""
+
+    issued: IssuedCollectives
+    mesh: SmpMesh
+    record: WindowRecord
+
+    def told(self) -> Sequence[object]:
+        window, replica, older, numbers, trained = self.record
+        return window, replica, older, list(numbers), trained
+
+    def ranks(self) -> Iterable[int]:
+        # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
+        layout, own = self.mesh.layout, self.mesh.rank
+        return {*layout.ranks(own, *PARTITION, Axis.TENSOR), *layout.ranks(own, Axis.REPLICATE)}
+
+    def difference(self, by_rank: Mapping[int, Sequence[object]]) -> str:
+        told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
+        return _difference(self.issued, told)
 
 
 def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]) -> None:
     """Keep what this rank would say of the window, in case the device stops at it."""
-    own = WindowRecord(issued.windows, mesh.replicate_rank, *issued.recent(), list(trained))
-    # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
-    of_replica = mesh.layout.ranks(mesh.rank, *PARTITION, Axis.TENSOR)
-    ranks = {*of_replica, *mesh.layout.ranks(mesh.rank, Axis.REPLICATE)}
-    here.keep_window(own, sorted(ranks), functools.partial(_difference, issued))
+    record = WindowRecord(issued.windows, mesh.replicate_rank, *issued.recent(), trained)
+    here.keep_window(LeftToDevice(issued, mesh, record))
 
 
 def difference_in_words(
@@ -156,8 +176,9 @@ def difference_in_words(
     differs, found = differing(told.tolist()), ""
     if any(differs):
         issues_other, trains_other = differs[mesh.replicate_rank], differs[-1]
-        recent = issued.recent() if issues_other else (0, [])
-        own = WindowRecord(issued.windows, mesh.replicate_rank, *recent, list(trained) if trains_other else [])
+        older, numbers = issued.recent() if issues_other else (0, ())
+        names = trained if trains_other else ()
+        own = WindowRecord(issued.windows, mesh.replicate_rank, older, numbers, names)
         everyone = [own] * dist.get_world_size(mesh.model_group)
         dist.all_gather_object(everyone, own, group=mesh.model_group)
         found = _difference(issued, dict(zip(dist.get_process_group_ranks(mesh.model_group), everyone, strict=True)))
@@ -170,14 +191,13 @@ def difference_in_words(
     return " ".join(dict.fromkeys(filter(None, of_stages)))
 
 
-def _difference(issued: IssuedCollectives, by_rank: Mapping[int, Sequence[object]]) -> str:
+def _difference(issued: IssuedCollectives, told: Mapping[int, WindowRecord]) -> str:
     """Return where ranks differ, in words; "" if nowhere.
 
     Args:
         issued: of this rank, for the names of units.
-        by_rank: a :class:`WindowRecord` of each rank, or its fields.
+        told: by rank.
     """
-    told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
     # Windows of other numbers have other collectives.
     by_window: dict[int, list[int]] = {}
     for rank, each in told.items():
@@ -186,7 +206,7 @@ def _difference(issued: IssuedCollectives, by_rank: Mapping[int, Sequence[object
         numbers = (f"{ranks_in_words(ranks)} window {window + 1}" for window, ranks in sorted(by_window.items()))
         return _OTHER_WINDOWS.format("; ".join(numbers))
     # Ranks of a replica issue the same.
-    by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
+    by_replica: dict[int, dict[int, tuple[int, Sequence[int]]]] = {}
     for rank, each in told.items():
         by_replica.setdefault(each.replica, {})[rank] = each.older, each.numbers
     found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from smp_core.plan import Cluster, Plan, Shapes
 from smp_core.topology import Topology
 from tests.core.expert_parallel import models as models  # makes its models known
 from tests.core.expert_parallel.models import EXPERTS
+from tests.core.sharding.prepared_runs import difference, weights
 from tests.core.tensor_parallel.model_cases import (
     STEPS,
     Wide,
@@ -75,16 +77,23 @@ def assert_like_one_process(cases: list[Case], world: int = 4) -> None:
         assert [line for lines in found for line in lines] == []
 
 
-def trained(case: Case, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    parallel = case.parallel()
-    optimizer = optimizer_of(parallel.module)
-    parallel.prepare_optimizer(optimizer)
-    for micro in batches(1, steps):
-        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-        loss_of(parallel.module, own).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parallel, optimizer
+def beside_experts(make: Callable[[nn.Module], torch.optim.Optimizer], shard: int, expert: int) -> float:
+    """How far an optimizer's weights of a Mixtral are off, from those of one process, where ranks divide experts; run
+    by each rank."""
+    found = []
+    for knobs in ({}, {"shard_degree": shard, "expert_parallel_degree": expert}):
+        model: Any = build("Mixtral")
+        parallel = parallelize(model, SmpConfig(**knobs)) if knobs else None
+        optimizer = make(model)
+        if parallel is not None:
+            parallel.prepare_optimizer(optimizer)
+        for (tokens,) in batches(1, 3):
+            optimizer.zero_grad()
+            own = tokens if parallel is None else tokens.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+            loss_of(model, own).backward()
+            optimizer.step()
+        found.append(weights(model))
+    return difference(found[1], found[0])
 
 
 def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:

@@ -15,8 +15,8 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_opt
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
-from tests.core.expert_parallel.cases import Case, trained
-from tests.core.tensor_parallel.model_cases import batches, full
+from tests.core.expert_parallel.cases import Case
+from tests.core.tensor_parallel.model_cases import batches, full, trained
 from tests.harness import run_ranks
 
 # Shard degree and expert degree; with 4 x 4 experts are sharded in another dimension, or not at all.

@@ -12,11 +12,11 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
-from tests.core.expert_parallel.cases import RATE, Case as WithoutStages, trained as trained_without_stages, with_biases
+from tests.core.expert_parallel.cases import RATE, Case as WithoutStages, with_biases
 from tests.core.expert_parallel.models import FAMILIES
 from tests.core.expert_parallel.staged import assert_like_one_process
 from tests.core.pipeline.cases import Case, everything, together
-from tests.core.tensor_parallel.model_cases import STEPS, batches, optimizer_of
+from tests.core.tensor_parallel.model_cases import STEPS, batches, optimizer_of, trained as without_stages
 from tests.harness import run_ranks
 
 EXPERTS, RATED = ("expert_parallel_degree", 2), ("router_bias_update_rate", RATE)
@@ -50,7 +50,7 @@ def test_families_on_stages_and_replicas_train_like_one_process(knobs: tuple[tup
 def trained(layout: dict[str, int], steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
     if "stages" not in layout:
         knobs = (("tensor_parallel_degree", layout.get("tensor", 1)),)
-        return trained_without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"], knobs=knobs), steps)
+        return without_stages(WithoutStages("Mixtral", layout["shard"], layout["expert"], knobs=knobs), steps)
     knobs = (("expert_parallel_degree", layout["expert"]),)
     case = Case("Mixtral", layout["stages"], layout["shard"], knobs=knobs)
     parallel = case.parallel()

@@ -33,10 +33,9 @@ from smp_core.entry import parallelize
 from smp_core.optim import AdamW8bit
 from smp_core.sharding.optimizer.kinds import refuse_unsaveable
 from smp_core.topology import Topology
-from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.expert_parallel.cases import beside_experts
 from tests.core.gpt import SmallGpt
-from tests.core.sharding.prepared_runs import difference, weights, whole
-from tests.core.tensor_parallel.model_cases import batches, build, loss_of
+from tests.core.sharding.prepared_runs import whole
 from tests.harness import run_ranks
 
 WORLD = 4
@@ -264,29 +263,11 @@ def test_memory_is_what_the_docs_say() -> None:
         assert abs(each - expected) <= 0.03 * expected, (shape, each)
 
 
-def beside_experts(shard: int, expert: int) -> float:
-    """How far weights are off where ranks divide experts."""
-    found = []
-    for knobs in ({}, {"shard_degree": shard, "expert_parallel_degree": expert}):
-        model: Any = build("Mixtral")
-        parallel = parallelize(model, SmpConfig(**knobs)) if knobs else None
-        optimizer = adamw8bit(model)
-        if parallel is not None:
-            parallel.prepare_optimizer(optimizer)
-        for (tokens,) in batches(1, 3):
-            optimizer.zero_grad()
-            own = tokens if parallel is None else tokens.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-            loss_of(model, own).backward()
-            optimizer.step()
-        found.append(weights(model))
-    return difference(found[1], found[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("shard", "expert"), [(4, 2), (2, 2), (4, 4)])
 def test_experts_train_like_one_process(shard: int, expert: int) -> None:
     """1e-10 in float64, in which a code at its limit that falls to the other side would be 1e-4."""
-    assert max(run_ranks(beside_experts, WORLD, shard, expert, ranks_per_node=2)) <= 1e-10
+    assert max(run_ranks(beside_experts, WORLD, adamw8bit, shard, expert, ranks_per_node=2)) <= 1e-10
 
 
 # Precision

@@ -20,9 +20,8 @@ from smp_core.optim import KIND, Muon, muon_groups
 from smp_core.optim.newton_schulz import flops
 from smp_core.optim.owners import deal
 from smp_core.topology import Topology
-from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.expert_parallel.cases import beside_experts
 from tests.core.sharding.prepared_runs import difference, weights
-from tests.core.tensor_parallel.model_cases import batches, build, loss_of
 from tests.harness import run_ranks
 
 WIDTH = 12
@@ -115,27 +114,13 @@ def test_trains_like_one_process_in_every_layout() -> None:
     assert run_ranks(in_layouts, 4, ranks_per_node=2) == [[]] * 4
 
 
-def beside_experts(shard: int, expert: int) -> float:
-    """How far weights are off where ranks divide experts, whose stacks they hold whole or gather."""
-    found = []
-    for knobs in ({}, {"shard_degree": shard, "expert_parallel_degree": expert}):
-        model: Any = build("Mixtral")
-        parallel = parallelize(model, SmpConfig(**knobs)) if knobs else None
-        optimizer = Muon(muon_groups(model, adamw={"lr": 0.01}), lr=0.02, ns_dtype=torch.float64)
-        if parallel is not None:
-            parallel.prepare_optimizer(optimizer)
-        for (tokens,) in batches(1, 3):
-            optimizer.zero_grad()
-            own = tokens if parallel is None else tokens.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-            loss_of(model, own).backward()
-            optimizer.step()
-        found.append(weights(model))
-    return difference(found[1], found[0])
+def of_experts(model: nn.Module) -> Muon:
+    return Muon(muon_groups(model, adamw={"lr": 0.01}), lr=0.02, ns_dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("shard", "expert"), [(4, 2), (2, 2)])
 def test_stacks_of_experts_are_stepped_where_they_are(shard: int, expert: int) -> None:
-    assert max(run_ranks(beside_experts, 4, shard, expert, ranks_per_node=2)) <= 1e-12
+    assert max(run_ranks(beside_experts, 4, of_experts, shard, expert, ranks_per_node=2)) <= 1e-12
 
 
 def test_one_process_steps_like_torchs_muon_and_adamw() -> None:

@@ -194,6 +194,19 @@ def together(case: Case, max_norm: float = 0.5, device: torch.device | None = No
     return seen
 
 
+def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """A model and its optimizer after some steps of one micro-batch, for checkpoints."""
+    parallel = case.parallel()
+    optimizer = optimizer_of(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for micro in batches(1, steps):
+        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        loss_of(parallel.module, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel, optimizer
+
+
 def differences(seen: Training, expected: Training, tolerance: float = 1e-12) -> list[str]:
     """What is further off than ``tolerance`` from the training of one process; gradients where ``seen`` has any."""
     found = []

@@ -14,22 +14,10 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_opt
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
-from tests.core.tensor_parallel.model_cases import Case, batches, build, full, loss_of, optimizer_of
+from tests.core.tensor_parallel.model_cases import Case, batches, build, full, trained
 from tests.harness import run_ranks
 
 KINDS = ("llama", "gpt2")
-
-
-def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    parallel = case.parallel()
-    optimizer = optimizer_of(parallel.module)
-    parallel.prepare_optimizer(optimizer)
-    for micro in batches(1, steps):
-        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-        loss_of(parallel.module, own).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parallel, optimizer
 
 
 def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
