@@ -184,23 +184,44 @@ class StagedModel(StepModel):
         return replace(busiest, over_mean=busiest.total / mean - 1)
 
     def least(self, micro_batch: int, count: int, in_stages: int) -> float:
-        """Return seconds that schedules of this many chunks take at least, but for a part of the first round where
-        stages are uneven: of a stage's computations and sums, of the first and last round of each batch, and of the
-        messages over one link."""
+        """Return seconds that a schedule takes at least: of a stage's computations and sums, of the first and last
+        round of each batch, and of the messages over one link.
+
+        A stage ends while those before it still run backward: its sums may be over before theirs. The first stage ends
+        last.
+        """
         of_size, stages = self._of_size(micro_batch), self.stages
-        of_block = sum(of_size.totals[way][_BETWEEN] for way in range(2))
         wire = self._between(0, 1, self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
+        smallest = min(stages.sizes)
+        forward, backward = (smallest * of_size.totals[way][_BETWEEN] for way in range(2))
+        batches = count / in_stages
+        behind_first = self._behind_seconds(self.parts[0], of_size)
         most = 0.0
         for part in (self.parts[0], self.parts[-1], max(self.parts, key=lambda part: part.blocks)):
-            around = sum(part.is_first * before + part.is_last * behind for before, behind in of_size.around)
-            ends = sum(self.ends[way][part.stage][_BETWEEN] for way in range(2))
-            busy = count * (part.blocks * of_block + around + stages.per_stage * ends)
-            behind = part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
-            most = max(most, busy + behind)
-        sends = self.nodes[-1]  # messages between nodes on the way from the first stage to the last
-        rounds = (stages.count - 1) * min(stages.sizes) * of_block + 2 * sends * wire
-        of_link = count * stages.per_stage * (wire - self._between(0, 1, 0.0)) if sends else 0.0
-        return max(most + count / in_stages * rounds, of_link)
+            ways = [self._of_part(part, of_size, way) for way in range(2)]
+            # Those before it run forward, and at the end backward; those behind it run both, beside this one's work on
+            # as many other micro-batches. Where a stage has several chunks it may have work all the time.
+            crossed = len(set(self.nodes[: part.stage + 1])) - 1  # a stage may fill several nodes
+            begins, ends = (part.stage * each + crossed * wire for each in (forward, backward))
+            later = (stages.count - 1 - part.stage) if stages.per_stage == 1 else 0
+            there_and_back = forward + backward
+            waits = later * sum(max(there_and_back - own, 0.0) for own in ways)
+            of_batches = count * sum(ways) + batches * (begins + waits) + (batches - 1) * ends
+            most = max(most, of_batches + self._behind_seconds(part, of_size), of_batches + ends + behind_first)
+        is_sent = len(set(self.nodes)) > 1  # between nodes
+        of_link = count * stages.per_stage * (wire - self._between(0, 1, 0.0)) if is_sent else 0.0
+        return max(most, of_link)
+
+    def _of_part(self, part: StagePart, of_size: _OfSize, way: int) -> float:
+        """Return the seconds that a stage computes for a micro-batch, forward (0) or backward (1), at the least."""
+        before, behind = of_size.around[way]
+        around = part.is_first * before + part.is_last * behind
+        ends = self.stages.per_stage * self.ends[way][part.stage][_BETWEEN]
+        return part.blocks * of_size.totals[way][_BETWEEN] + around + ends
+
+    def _behind_seconds(self, part: StagePart, of_size: _OfSize) -> float:
+        """Return the seconds of a stage behind its last backward: sums over replicas, and the optimizer."""
+        return part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
 
     def _of_size(self, micro_batch: int) -> _OfSize:
         if micro_batch not in self._known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from smp_core.planner.explain import table
 from smp_core.planner.fitted import BANDS, FITTED, Fitted, band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import TIE, Found, search, simplest
+from smp_core.planner.search import TIE, Found, read_fixed, search, simplest
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory, recomputation
 from smp_core.planner.time import StepModel, StepTime, exposed_seconds
@@ -377,6 +378,41 @@ def test_what_a_search_leaves_out_by_bounds_is_not_what_it_picks(
     ours, theirs = pruned.ranked[0], full.ranked[0]
     assert (ours.knobs, ours.micro_batch, ours.time) == (theirs.knobs, theirs.micro_batch, theirs.time)
     assert fastest_of_each(pruned) == fastest_of_each(full)
+
+
+def drawn_request(seed: int) -> tuple[str, int, dict[str, Any]]:
+    """Draw machines, a global batch, and a number of stages that is given or open."""
+    draw = random.Random(seed)
+    nodes, ranks = draw.choice([1, 2, 4]), draw.choice([2, 4])
+    device, rate = draw.choice(["a100-40g", "h100", "rtx-4090"]), draw.choice([1, 10, 100, 400])
+    stages = draw.choice([each for each in (None, 2, 4) if each is None or each <= nodes * ranks])
+    batch = nodes * ranks * draw.choice([2, 4, 8])
+    return f"{nodes}x{ranks}:{device}@{rate}gbps", batch, {} if stages is None else {"pipeline": stages}
+
+
+def without_bounds(traced: ModelTrace, seeds: Iterable[int]) -> list[str]:
+    """Which drawn searches pick something else than the full one, or miss its fastest."""
+    wrong = []
+    for seed in seeds:
+        cluster, batch, fixed = drawn_request(seed)
+        hardware, work = Hardware.parse(cluster), Workload(TOKENS, batch)
+        knobs = read_fixed(fixed)
+        pruned, full = (search(traced, hardware, work, fixed=knobs, prunes=prunes) for prunes in (True, False))
+        ours, theirs = pruned.ranked[0], full.ranked[0]
+        picks_alike = (ours.knobs, ours.micro_batch, ours.time) == (theirs.knobs, theirs.micro_batch, theirs.time)
+        fastest = [min(each.time.total for each in found.ranked) for found in (pruned, full)]
+        if not picks_alike or fastest[0] != fastest[1]:
+            wrong.append(f"seed {seed}: {cluster}, {batch}, {fixed}")
+    return wrong
+
+
+def test_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace) -> None:
+    assert without_bounds(tiny, range(8)) == []
+
+
+@pytest.mark.slow
+def test_many_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace) -> None:
+    assert without_bounds(tiny, range(8, 100)) == []
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
