@@ -237,6 +237,14 @@ def test_the_tables_of_optimizers_are_those_of_the_result() -> None:
     assert max(seconds) < 5
 
 
+def test_the_lab_rows_of_experts_are_those_of_the_result() -> None:
+    text = page("docs/mixture-of-experts.md")
+    for row in result("experts")["results"]:
+        ratios = row["ratios"].values()
+        cells = [f"{each[figure]:.2f}" for each in ratios for figure in ("seconds", "bytes")]
+        assert f"| {row['nodes']}, {row['mbit']} | {' | '.join(cells)} |" in text
+
+
 def test_predictions_of_recipes_are_those_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = module_of("recipes", monkeypatch)
     shown = page("docs/recipes.md").split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
