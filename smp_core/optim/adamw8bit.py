@@ -116,7 +116,8 @@ class AdamW8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        codecs: dict[torch.device, _Codecs] = {}
+        # Made once: tables that are brought to a device make the host wait. An unpickled one has none yet.
+        codecs: dict[torch.device, _Codecs] = vars(self).setdefault("_smp_codecs", {})
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
