@@ -120,6 +120,7 @@ class Stack:
         links: for each block but the last, whether tokens stay split between it and the next.
         may_split: tokens are to be split where that is exact.
         is_known: nothing stands between blocks (pipeline stages see to that themselves).
+        is_tried: its blocks are tried out in their first forward.
     """
 
     names: list[str]
@@ -128,6 +129,7 @@ class Stack:
     may_split: bool
     links: list[bool] = field(init=False)
     is_known: bool = False
+    is_tried: bool = True
     _last: _Given | None = None
     _is_learning: bool = True
     _device: torch.device | None = None
@@ -141,6 +143,7 @@ class Stack:
 
     def know(self, without_trial: bool) -> None:
         """Let tokens stay split between all blocks; and in them, if they are not to be tried out."""
+        self.is_tried = not without_trial
         if not self.may_split:
             return
         self.is_known, self._is_learning = True, False
@@ -268,7 +271,7 @@ class BlockForward:
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         axis, tokens, stack = self.stack.axis, self.stack.tokens[self.place], self.stack
         args, kwargs = with_hidden(args, kwargs, _plain)
-        if self.found is None and not tokens.split:
+        if self.stack.is_tried and self.found is None and not tokens.split:
             self._try_out(args, kwargs)
         args, kwargs = with_hidden(args, kwargs, lambda hidden: self._enter(hidden, tokens.split))
         if not tokens.split:
