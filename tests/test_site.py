@@ -25,8 +25,6 @@ REFERENCES = {
     ),
     "versions",
 }
-LONG = {"planning"}
-"""Pages that are still to be split."""
 MOST_WORDS = 1500
 _spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
 assert _spec is not None and _spec.loader is not None
@@ -64,7 +62,6 @@ def words_of(text: str) -> int:
 
 def test_pages_are_short() -> None:
     words = {path.stem: words_of(path.read_text(encoding="utf-8")) for path in DOCS.glob("*.md")}
-    assert words.keys() >= REFERENCES | LONG
+    assert words.keys() >= REFERENCES
     long = {name: count for name, count in words.items() if count > MOST_WORDS}
-    assert {name: count for name, count in long.items() if name not in REFERENCES | LONG} == {}
-    assert long.keys() >= LONG, "short by now: take it off the list"
+    assert {name: count for name, count in long.items() if name not in REFERENCES} == {}

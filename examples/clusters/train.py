@@ -3,7 +3,7 @@
     sbatch examples/clusters/srun.sbatch                                  # Slurm starts the ranks
     torchrun --nproc-per-node 8 --max-restarts 20 examples/clusters/train.py --folder runs/one   # torchrun does
 
-The model and its data (random tokens) stand for yours. What matters on a cluster is in ``main``: devices and nodes are
+The model and its data (random tokens) stand for yours. What matters on a cluster is in ``train``: devices and nodes are
 the launcher's, the checkpoints lie in a folder that all nodes see, and ``ckpt_path="last"`` is always asked for.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -61,13 +62,15 @@ class LanguageModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints, which all nodes see")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=50)
-    flags = parser.parse_args()
+def train(folder: Path, steps: int, save_every: int, **launcher: Any) -> L.Trainer:
+    """Train to a number of steps, from the last checkpoint in a folder if there is one.
 
+    Args:
+        folder: of checkpoints, which all nodes see.
+        steps: of the optimizer, in all attempts together.
+        save_every: steps between two checkpoints.
+        launcher: further arguments of the Trainer that the launcher asks for.
+    """
     L.seed_everything(1, verbose=False)
     tokens = torch.randint(WORDS, (1024, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     launched = launch_environment()
@@ -76,17 +79,33 @@ def main() -> None:
         strategy=SmpShardedStrategy(shard_degree="node"),
         devices=ranks_per_node,
         num_nodes=max(1, launched.world_size // ranks_per_node),
-        default_root_dir=flags.folder,
-        max_steps=flags.steps,
+        default_root_dir=folder,
+        max_steps=steps,
         max_epochs=-1,
-        callbacks=[ModelCheckpoint(flags.folder, save_last=True, every_n_train_steps=flags.save_every)],
+        callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=save_every)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **launcher,
     )
     trainer.fit(LanguageModel(), DataLoader(TensorDataset(tokens), batch_size=8, shuffle=True), ckpt_path="last")
     if trainer.is_global_zero:
-        print(f"step {trainer.global_step}, loss {trainer.callback_metrics['loss']:.6f}")
+        print(f"step {trainer.global_step}, loss {trainer.callback_metrics['loss']:.6f}", flush=True)
+    return trainer
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the flags of a training."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--folder", type=Path, required=True, help="of checkpoints, which all nodes see")
+    flags.add_argument("--steps", type=int, default=200)
+    flags.add_argument("--save-every", type=int, default=50)
+    return flags
+
+
+def main() -> None:
+    flags = parser().parse_args()
+    train(flags.folder, flags.steps, flags.save_every)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@ process's whoever starts it, and goes on where a signal ended it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
@@ -22,7 +26,7 @@ NODES, RANKS = 2, 2
 
 
 def loss_of(text: str) -> tuple[int, str]:
-    found = re.search(r"^step (\d+), loss ([0-9.]+)$", text, re.MULTILINE)
+    found = re.search(r"step (\d+), loss ([0-9.]+)$", text, re.MULTILINE)
     assert found is not None, text[-3000:]
     return int(found[1]), found[2]
 
@@ -157,3 +161,61 @@ def test_batch_scripts_train_alike_and_requeue(slurm: dict[str, str], tmp_path: 
     assert "last-preempted.ckpt" in text
     subprocess.run(["scancel", job], env=slurm, check=True)
     wait_for(ended, "SIGTERM: the run ends before its end")
+
+
+# Under torchrun and Ray, which lose a rank
+
+
+def starts(launcher: str, folder: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """Start the training on two ranks; what it says goes into FOLDER.log."""
+    commands = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", str(FOLDER / "train.py")],
+        "ray": [str(FOLDER / "ray_train.py")],
+    }
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SMP_"))}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "RAY_DEDUP_LOGS": "0", "CUDA_VISIBLE_DEVICES": ""}
+    own |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, *commands[launcher], "--folder", str(folder), *flags]
+    with folder.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, env=kept | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def last_rank(launcher: str, parent: int, log: Path) -> int:
+    """Return the process id of rank 1."""
+    if launcher == "ray":
+        return int(re.findall(r"pid=(\d+)\) world_rank=1", log.read_text())[-1])
+    (found,) = (child.pid for child in psutil.Process(parent).children() if child.environ().get("RANK") == "1")
+    return found
+
+
+def ended(launcher: subprocess.Popen[bytes]) -> None:
+    """Wait for a launcher, which is killed with all that it started when it takes too long."""
+    try:
+        assert launcher.wait(400) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
+def test_a_training_that_loses_a_rank_goes_on(launcher: str, tmp_path: Path) -> None:
+    """Its last loss is that of torchrun's ranks which nothing happened to, in all digits printed."""
+    if launcher == "ray":
+        pytest.importorskip("ray.train", reason="Ray Train is not installed")
+    flags = ["--steps", "300", "--save-every", "10"]
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    ended(starts("torchrun", whole, *flags))
+    running = starts(launcher, struck, *flags)
+    log = struck.with_suffix(".log")
+    for _ in range(200):
+        if (struck / "last.ckpt").exists():
+            break
+        time.sleep(0.5)
+    assert "step 300" not in log.read_text(), "it has ended before it could be struck"
+    os.kill(last_rank(launcher, running.pid, log), signal.SIGKILL)
+    ended(running)
+    assert "Restored all states from the checkpoint" in log.read_text()
+    (expected, found) = (loss_of(each.read_text()) for each in (whole.with_suffix(".log"), log))
+    assert found == expected
