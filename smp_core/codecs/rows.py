@@ -5,12 +5,13 @@ blocks of 256 elements for int8, of 64 for int4 (QLoRA's, arXiv 2305.14314). Blo
 holds some rows of a matrix has the same codes as one that holds all. A row of codes is its scales in bfloat16, then its
 integers.
 
-Scales are such that codes are a fixed point: what is decoded, also if it was rounded to bfloat16, has the same codes
-again, bit by bit. Checkpoints can therefore hold decoded weights and lose nothing. (In float16 this ends at blocks
-whose largest magnitude is below 1e-5.)
+Codes are a fixed point: weights of float32, float64 or bfloat16 that were decoded in their own dtype have the same codes
+again, bit by bit. A product of 7 bits and the 8 of a scale is exact in float32, and where it is rounded to bfloat16 the
+same scale is the nearest one again. So checkpoints can hold decoded weights and lose nothing. (float16 too, but for
+blocks whose largest magnitude is below 1e-5.)
 
-Error bound per element, with a = the largest magnitude of its block: int8 a/130, int4 a/13 (half a step, for the
-largest elements and the rounding of the scale). A block that holds inf or nan is decoded as nan; one below 1e-36 as zeros.
+Error bound per element, with a = the largest magnitude of its block: int8 a/250, int4 a/13.8 (half a step, and the
+rounding of the scale). A block that holds inf or nan is decoded as nan; one below 1e-36 as zeros.
 """
 
 from __future__ import annotations
@@ -75,11 +76,8 @@ class RowCodec:
         out.copy_((blocks * scales_NB.unsqueeze(-1)).view(n, -1)[:, :row])
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return scales in bfloat16 of blocks with these magnitudes: the nearest ones that a decoded block, whose
-        largest element may have been rounded to bfloat16, has again."""
+        """Return scales in bfloat16 of blocks with these largest magnitudes."""
         scales = (largest / self._largest).to(torch.bfloat16)
-        decoded = (scales.float() * self._largest).to(torch.bfloat16)
-        scales = (decoded.float() / self._largest).to(torch.bfloat16)
         return scales.masked_fill_(scales < 1e-38, 0.0)
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:

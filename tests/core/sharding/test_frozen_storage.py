@@ -262,7 +262,7 @@ def test_a_model_that_is_built_shard_by_shard_gets_the_codes_of_the_whole_one() 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_decoded_weights_have_the_same_codes_again(name: Any, dtype: torch.dtype) -> None:
     """Of all sizes, with rows that are no multiple of a block; a value is off by at most what the codec says."""
-    codec, bound = RowCodec(name), {"int8": 1 / 130, "int4": 1 / 13}[name]
+    codec, bound = RowCodec(name), {"int8": 1 / 250, "int4": 1 / 13.8}[name]
     generator = torch.Generator().manual_seed(0)
     for exponent in range(-30, 30, 3):
         for row in (16, 33, 300, 512):
@@ -274,9 +274,9 @@ def test_decoded_weights_have_the_same_codes_again(name: Any, dtype: torch.dtype
             codec.decode(codes, decoded)
             codec.encode(decoded, again)
             assert torch.equal(again, codes)
-            largest = values.abs().amax().item()
-            rounding = torch.finfo(dtype).eps
-            assert (decoded.double() - values.double()).abs().max().item() <= largest * (bound + rounding)
+            largest = values.abs().amax().double()
+            rounding = 0.0 if dtype != torch.bfloat16 else torch.finfo(dtype).eps / 2
+            assert (decoded.double() - values.double()).abs().max() <= largest * (bound + rounding)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
