@@ -134,7 +134,8 @@ def _read_sharded_like(
     Args:
         by_name: parameters by their names in the checkpoint.
         on_host: keep the state on the host.
-        by_rows: names of states that are of another shape than their parameter, and sharded all the same.
+        by_rows: names of states that are of another shape than their parameter, and sharded all the same where they
+            have as many rows.
     """
     filled: list[str] = []
 
@@ -143,7 +144,8 @@ def _read_sharded_like(
         owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
         if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
             return torch.empty(record.shape, dtype=record.dtype)
-        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=place[-1] in by_rows)
+        has_rows = place[-1] in by_rows and tuple(record.shape[:1]) == tuple(owner.shape[:1])
+        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=has_rows)
 
     saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)

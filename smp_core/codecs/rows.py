@@ -11,7 +11,7 @@ same scale is the nearest one again. So checkpoints can hold decoded weights and
 blocks whose largest magnitude is below 1e-5.)
 
 Error bound per element, with a = the largest magnitude of its block: int8 a/250, int4 a/13.8 (half a step, and the
-rounding of the scale). A block that holds inf or nan is decoded as nan; one below 1e-36 as zeros.
+rounding of the scale). A block that holds inf or nan is decoded as nan; one below 1e-38 is lost.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class RowCodec:
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         n, row = values.shape
         blocks = self._padded(values.float()).view(n, -1, self._block)
-        scales_NB = self._scales(blocks.abs().amax(dim=-1))
-        divisor = scales_NB.float().unsqueeze(-1)
-        codes = (blocks / divisor).masked_fill_(divisor == 0, 0.0)
-        codes = codes.round_().clamp_(-self._largest, self._largest).nan_to_num_(0.0).to(torch.int8).view(n, -1)
+        scales_NB = (blocks.abs().amax(dim=-1) / self._largest).to(torch.bfloat16)
+        codes = (blocks / scales_NB.float().unsqueeze(-1)).round_()
+        codes = codes.clamp_(-self._largest, self._largest).nan_to_num_(0.0).to(torch.int8).view(n, -1)
         if self.name == "int4":
             codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
         n_scales = 2 * scales_NB.shape[1]
@@ -74,11 +73,6 @@ class RowCodec:
             integers = torch.stack(((integers << 4) >> 4, integers >> 4), dim=-1).flatten(1)[:, :row]
         blocks = self._padded(integers.float()).view(n, -1, self._block)
         out.copy_((blocks * scales_NB.unsqueeze(-1)).view(n, -1)[:, :row])
-
-    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return scales in bfloat16 of blocks with these largest magnitudes."""
-        scales = (largest / self._largest).to(torch.bfloat16)
-        return scales.masked_fill_(scales < 1e-38, 0.0)
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows with zeros behind, up to a multiple of a block."""

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.optim import AdamW8bit, Muon
+from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
@@ -307,8 +307,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
-    if isinstance(optimizer, Muon):
-        _require_on_device(models)
+    if isinstance(optimizer, (Muon, Adafactor)):
+        _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
     homes.take_in(optimizer)
@@ -340,13 +340,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     return True
 
 
-def _require_on_device(models: Sequence[SteppedModel]) -> None:
-    """Refuse states in host memory, where ranks cannot exchange the matrices of Muon's step."""
+def _require_on_device(optimizer: Muon | Adafactor, models: Sequence[SteppedModel]) -> None:
+    """Refuse states in host memory, where ranks cannot exchange what a step sends."""
+    name, sent = type(optimizer).__name__, "matrices" if isinstance(optimizer, Muon) else "sums"
     for model in models:
         if model.config.state_offload is not None:
             raise ValueError(
-                f"state_offload={model.config.state_offload!r} steps in host memory, where Muon cannot exchange "
-                "matrices between ranks; leave state_offload out, or use torch.optim.AdamW"
+                f"state_offload={model.config.state_offload!r} steps in host memory, where {name} cannot "
+                f"exchange {sent} between ranks; leave state_offload out, or use torch.optim.AdamW"
             )
 
 
