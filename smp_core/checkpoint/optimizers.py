@@ -134,8 +134,7 @@ def _read_sharded_like(
     Args:
         by_name: parameters by their names in the checkpoint.
         on_host: keep the state on the host.
-        by_rows: names of states that are of another shape than their parameter, and sharded all the same where they
-            have as many rows.
+        by_rows: names of states that are of another shape than their parameter, and sharded all the same.
     """
     filled: list[str] = []
 
@@ -144,8 +143,7 @@ def _read_sharded_like(
         owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
         if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
             return torch.empty(record.shape, dtype=record.dtype)
-        has_rows = place[-1] in by_rows and tuple(record.shape[:1]) == tuple(owner.shape[:1])
-        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=has_rows)
+        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=place[-1] in by_rows)
 
     saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)

@@ -39,7 +39,7 @@ class Adafactor(torch.optim.Optimizer):
     """
 
     states_by_rows: ClassVar[frozenset[str]] = frozenset(_FACTORS)
-    """States that are sharded by the parameter's rows, if they have as many, without being of its shape."""
+    """States that checkpoints give back sharded, without being of the parameter's shape."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ def _complete(state: dict[str, Any], parameter: nn.Parameter, dtype: torch.dtype
         elif kept is None:
             state[name] = torch.zeros(of_shape, dtype=dtype, device=_local(parameter).device)
         elif isinstance(kept, DTensor) and not by_rows:
-            state[name] = kept.full_tensor()  # of a matrix of one row, which a checkpoint cannot tell from its columns
+            state[name] = kept.full_tensor()  # a checkpoint's
         elif by_rows and not isinstance(kept, DTensor):
             state[name] = shard_like(parameter, kept, by_rows=True)
         state[name] = state[name].to(dtype)

@@ -36,6 +36,7 @@ from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.optimizer.attached import take_in_attached
 from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
@@ -166,6 +167,7 @@ class Homes:
             return
         self.find_parameters()
         for model in self._models:
+            take_in_attached(model)
             replaced = model.replaced
             old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
             states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]

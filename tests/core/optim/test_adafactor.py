@@ -110,11 +110,15 @@ def half_precision() -> float:
     for number in range(4):
         step(parallel.module, optimizer, number)
     assert all(whole(each["row_var"]).dtype == torch.float32 for each in optimizer.state.values() if "row_var" in each)
+    again = Adafactor(parallel.module.parameters(), lr=0.05)
+    again.load_state_dict(optimizer.state_dict())
+    for parameter, entry in optimizer.state.items():
+        assert all(torch.equal(whole(again.state[parameter][name]), whole(value)) for name, value in entry.items())
     return furthest(parallel.module, alone(4, torch.bfloat16, lr=0.05, eps=(1e-8, 1e-3)))
 
 
 def test_factors_of_half_precision_parameters_are_float32() -> None:
-    """Which torch's are not: weights are as near as bfloat16's last digits, of weights up to 4."""
+    """Also loaded ones. torch's are not: weights are as near as bfloat16's last digits, of weights up to 4."""
     assert max(run_ranks(half_precision, 2)) <= 4 * 2**-7
 
 
