@@ -54,7 +54,7 @@ def test_recipes_train_on_ranks_as_on_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--lora"], ["--lora", "--trl"]], ids=["lora", "lora-trl"])
+@pytest.mark.parametrize("flags", [["--lora"], ["--qlora"], ["--lora", "--trl"]], ids=["lora", "qlora", "lora-trl"])
 def test_adapters_train_on_ranks_as_on_one(flags: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     if "--trl" in flags:

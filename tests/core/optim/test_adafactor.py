@@ -30,7 +30,13 @@ WORLD = 4
 EXACT = 1e-12
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.05},
-    {"lr": torch.tensor(0.05, dtype=torch.float64), "weight_decay": 0.1, "beta2_decay": -0.5, "eps": (1e-8, 1e-2), "d": 1.5},
+    {
+        "lr": torch.tensor(0.05, dtype=torch.float64),
+        "weight_decay": 0.1,
+        "beta2_decay": -0.5,
+        "eps": (1e-8, 1e-2),
+        "d": 1.5,
+    },
     {"lr": 0.05, "maximize": True},
 ]
 
