@@ -1,4 +1,4 @@
-"""Qwen3 8B with Transformers' Trainer on one p5: all weights, or LoRA adapters, also beside a base of 4 bits; also by TRL's.
+"""Qwen3 8B with Transformers' Trainer on one p5: all weights, LoRA adapters, or QLoRA; also by TRL's SFTTrainer.
 
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py                   # all weights
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --lora            # adapters of rank 16

@@ -5,10 +5,10 @@ blocks of 256 elements for int8, of 64 for int4 (QLoRA's, arXiv 2305.14314). Blo
 holds some rows of a matrix has the same codes as one that holds all. A row of codes is its scales in bfloat16, then its
 integers.
 
-Codes are a fixed point: weights of float32, float64 or bfloat16 that were decoded in their own dtype have the same codes
-again, bit by bit. A product of 7 bits and the 8 of a scale is exact in float32, and where it is rounded to bfloat16 the
-same scale is the nearest one again. So checkpoints can hold decoded weights and lose nothing. (float16 too, but for
-blocks whose largest magnitude is below 1e-5.)
+Codes are a fixed point: weights of float32, float64 or bfloat16 that were decoded in their own dtype have the same
+codes again, bit by bit. A product of 7 bits and the 8 of a scale is exact in float32, and where it is rounded to
+bfloat16 the same scale is the nearest one again. So checkpoints can hold decoded weights and lose nothing. (float16
+too, but for blocks whose largest magnitude is below 1e-5.)
 
 Error bound per element, with a = the largest magnitude of its block: int8 a/250, int4 a/13.8 (half a step, and the
 rounding of the scale). A block that holds inf or nan is decoded as nan; one below 1e-38 is lost.
@@ -53,7 +53,7 @@ class RowCodec:
             self._decode(part, values)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        n, row = values.shape
+        n = values.shape[0]
         blocks = self._padded(values.float()).view(n, -1, self._block)
         scales_NB = (blocks.abs().amax(dim=-1) / self._largest).to(torch.bfloat16)
         codes = (blocks / scales_NB.float().unsqueeze(-1)).round_()

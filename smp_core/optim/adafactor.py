@@ -235,8 +235,9 @@ def _group_of_rows(parameter: torch.Tensor) -> dist.ProcessGroup | None:
         return None
     if parameter.placements != (Shard(0),):
         raise ValueError(
-            f"Adafactor steps parameters that are sharded by rows, and one {list(parameter.shape)} is {parameter.placements} "
-            "(layers over tensor ranks, experts that ranks divide); use torch.optim.AdamW or smp_core.optim.AdamW8bit"
+            f"Adafactor steps parameters that are sharded by rows, and one {list(parameter.shape)} is "
+            f"{parameter.placements} (layers over tensor ranks, experts that ranks divide); use torch.optim.AdamW or "
+            "smp_core.optim.AdamW8bit"
         )
     group: dist.ProcessGroup = parameter.device_mesh.get_group()
     return group

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 
 class Coder(Protocol):
-    """What turns rows into codes and back: :class:`smp_core.codecs.RowCodec`."""
+    """A codec of rows, as :class:`smp_core.codecs.RowCodec` is one."""
 
     name: Any
 
@@ -129,6 +129,6 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
             if isinstance(each, CodedTensor):
                 raise RuntimeError(
                     f"{func} would write into a frozen weight {tuple(each.shape)} that is stored in {each.coder.name} "
-                    f"codes (frozen_storage={each.coder.name!r}); give it whole new values with parameter.copy_(values), "
+                    f"codes (frozen_storage={each.coder.name!r}); give it new values by parameter.copy_(values), "
                     "merge adapters in a model that is not sharded, or leave frozen_storage out"
                 )

@@ -1,5 +1,5 @@
-"""QLoRA under SmpTrainer: peft's adapters beside a base that is stored as codes, as the stock Trainer trains them beside
-the decoded base in one process."""
+"""QLoRA under SmpTrainer: peft's adapters beside a base that is stored as codes train as with the stock Trainer beside
+the decoded base, in one process."""
 
 from __future__ import annotations
 

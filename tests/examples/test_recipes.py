@@ -54,7 +54,7 @@ def test_recipes_train_on_ranks_as_on_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--lora"], ["--qlora"], ["--lora", "--trl"]], ids=["lora", "qlora", "lora-trl"])
+@pytest.mark.parametrize("flags", [["--lora"], ["--lora", "--trl"]], ids=["lora", "lora-trl"])
 def test_adapters_train_on_ranks_as_on_one(flags: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     if "--trl" in flags:
@@ -62,6 +62,19 @@ def test_adapters_train_on_ranks_as_on_one(flags: list[str], tmp_path: Path) -> 
     arguments = [*flags, "--steps", "3", "--cache-dir", str(tmp_path), "--out", str(tmp_path / "out")]
     assert_ranks_train_like_one("qwen3_8b_finetune", 2, arguments, TOLERANCE)
     assert (tmp_path / "out" / "model" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_adapters_beside_a_base_of_codes_train_alike_on_two_ranks_and_four(tmp_path: Path) -> None:
+    """One process has no shards to store codes on."""
+    pytest.importorskip("peft")
+    arguments = ["--steps", "3", "--cache-dir", str(tmp_path)]
+    coded, four, exact = (
+        run_ranks(losses_of, ranks, "qwen3_8b_finetune", [flag, *arguments], ranks_per_node=2, env=LAUNCHED)[0]
+        for ranks, flag in ((2, "--qlora"), (4, "--qlora"), (2, "--lora"))
+    )
+    assert four == pytest.approx(coded, abs=TOLERANCE)
+    assert coded != pytest.approx(exact, abs=TOLERANCE) and coded[-1] < coded[0] - 1e-3
 
 
 @pytest.mark.slow

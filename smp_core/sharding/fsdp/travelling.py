@@ -1,5 +1,5 @@
-"""Parameters that travel in another form than they are computed in: FSDP2's all-gather extensions. FP8 weights travel as
-codes and are stored in high precision; frozen ones (``frozen_storage``) are stored as codes too.
+"""Parameters that travel in another form than they are computed in: FSDP2's all-gather extensions. FP8 weights are
+stored in high precision; frozen ones (``frozen_storage``) are stored as the codes that they travel as.
 
 FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a tensor subclass as the parameter,
 which state dicts would then show. So they are put where FSDP2 looks for them at the first forward:

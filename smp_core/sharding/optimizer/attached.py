@@ -69,6 +69,6 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
         if odd:
             name, shape, dtype = odd[0]
             raise ValueError(
-                f"ranks 0 and {rank} attached different parameters to the model: {name} {list(shape)} {dtype} is on one of "
-                "them only; attach the same adapters on all ranks, before or after the model is prepared"
+                f"ranks 0 and {rank} attached different parameters to the model: {name} {list(shape)} {dtype} is on "
+                "one of them only; attach the same adapters on all ranks, before or after the model is prepared"
             )

@@ -165,7 +165,7 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
     ("frozen storage", "`fp8`: weights travel in FP8 then"): {"knobs": {**FROZEN, "fp8": True}},
     ("frozen storage", "`compression.gather`, where frozen weights travel as codes already"): {
-        "knobs": {**FROZEN, "compression": {"gather": "int8"}}
+        "knobs": {**FROZEN, "shard_degree": 8, "compression": {"gather": "int8"}}
     },
     ("frozen storage", "`collectives.symmetric_memory`"): {
         "knobs": {**FROZEN, "collectives": {"symmetric_memory": True}}

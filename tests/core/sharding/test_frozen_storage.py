@@ -27,7 +27,6 @@ from smp_core.entry import parallelize
 from smp_core.plan import estimate
 from smp_core.topology import Topology
 from tests.core.sharding.frozen_runs import (
-    Block,
     Net,
     adapters_of,
     alone,
@@ -42,7 +41,7 @@ from tests.core.sharding.frozen_runs import (
     train,
     with_decoded_base,
 )
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import run_ranks
 
 WORLD = 4
 DEGREES = (1, 2, 4)
