@@ -196,9 +196,13 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
-        dtype = plan.dtypes.of_gathered(parameter) if what == "gathered" else plan.dtypes.of_reduced(parameter)
-        if parameter.trainable or what == "gathered":
-            total += _shard_elements(parameter, plan) * plan.shard_degree * dtype.itemsize
+        elements = _shard_elements(parameter, plan) * plan.shard_degree
+        if what == "gathered" and plan.is_coded(parameter):
+            total += plan.stored_bytes(parameter, elements)
+        elif what == "gathered":
+            total += elements * plan.dtypes.of_gathered(parameter).itemsize
+        elif parameter.trainable:
+            total += elements * plan.dtypes.of_reduced(parameter).itemsize
     return total
 
 

@@ -23,8 +23,9 @@ from smp_core.checkpoint import (
 )
 from smp_core.codecs import RowCodec
 from smp_core.config import SmpConfig
+from smp_core.engine.averaging import ShardedAverage
 from smp_core.entry import parallelize
-from smp_core.plan import estimate
+from smp_core.plan import estimate, unit_bytes
 from smp_core.topology import Topology
 from tests.core.sharding.frozen_runs import (
     Net,
@@ -120,8 +121,8 @@ ELEMENTS = 2 * 512 * 512
 BYTES = {"int8": 1.01, "int4": 0.53}
 
 
-def figures(name: str) -> tuple[float, float, float]:
-    """Bytes an element that a rank stores, those that are planned, and those that it sends in a forward."""
+def figures(name: str) -> list[float]:
+    """Bytes an element that a rank stores, and sends in a forward, and what is planned of both."""
     knobs = {"units": ["Sequential"], "shard_degree": 2, "reshard_after_forward": False, "frozen_storage": name}
     parallel = parallelize(Wide(), SmpConfig(**knobs), topology=Topology.discover())
     parallel.module(torch.randn(2, 512)).backward()
@@ -129,14 +130,15 @@ def figures(name: str) -> tuple[float, float, float]:
     counted = parallel.meter.per_step()
     sent = counted.get("all_gather/intra_bytes", 0.0) + counted.get("all_gather/inter_bytes", 0.0)
     stored = sum(each.untyped_storage().nbytes() for each in codes_of(parallel.module).values())
-    planned = estimate(parallel.plan).parameters
-    return tuple(2 * each / ELEMENTS for each in (stored, planned, sent))  # type: ignore[return-value]
+    planned = [estimate(parallel.plan).parameters]
+    planned.append(sum(unit_bytes(parallel.plan, unit, "gathered") for unit in parallel.plan.units) // 2)
+    return [2 * each / ELEMENTS for each in (stored, sent, *planned)]
 
 
 @pytest.mark.parametrize("name", BYTES)
 def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
     for seen in run_ranks(figures, 2, name):
-        assert seen == pytest.approx([BYTES[name]] * 3, rel=0.03)
+        assert seen == pytest.approx([BYTES[name]] * 4, rel=0.03)
 
 
 # Checkpoints
@@ -304,6 +306,8 @@ def refused(case: str) -> str:
             for parameter in parallel.module.parameters():
                 parameter.requires_grad_(True)
             parallel.module(batch(0, 0))
+        elif case == "averaged":
+            ShardedAverage(parallel_net(frozen_storage="int8", shard_degree=2))
         else:
             parallel = parallel_net(frozen_storage="int4", shard_degree=2)
             with torch.no_grad():
@@ -319,6 +323,7 @@ def refused(case: str) -> str:
         ("nothing frozen", "freeze the base before the model is prepared"),
         ("made trainable later", "make trainable what is to be trained before that"),
         ("written into", "parameter.copy_(values)"),
+        ("averaged", "leave the average out"),
     ],
 )
 def test_what_codes_cannot_be_is_refused_on_all_ranks(case: str, words: str) -> None:
