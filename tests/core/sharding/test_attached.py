@@ -17,10 +17,11 @@ from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.topology import Topology
+from tests.core.sharding.frozen_runs import with_decoded_base
 from tests.harness import run_ranks
 
 WORLD = 4
-WIDTH = 6
+WIDTH = 16
 # Sums of float64 gradients in another order.
 EXACT = 1e-12
 
@@ -71,8 +72,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
 
 
-def alone() -> dict[str, torch.Tensor]:
-    model = net()
+def alone(coded: str | None) -> dict[str, torch.Tensor]:
+    model = net() if coded is None else with_decoded_base(net(), coded)
     attach(model, 0)
     train(model, adamw(model), list(range(WORLD)))
     return dict(model.named_parameters())
@@ -99,7 +100,7 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
         attach(model, rank)
         optimizer.add_param_group({"params": [each for each in model.parameters() if each.requires_grad]})
     train(model, optimizer, [rank])
-    expected = alone()
+    expected = alone(knobs.get("frozen_storage"))
     pairs = [(value, expected[name]) for name, value in model.named_parameters()]
     return max(
         ((value.full_tensor() if isinstance(value, DTensor) else value) - other).abs().max().item()
@@ -113,7 +114,8 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
         ("before", {"shard_degree": 2}),
         ("after", {"shard_degree": 2}),
         ("after", {"shard_degree": 1}),
-        ("after", {"shard_degree": 4, "frozen_storage": None, "on_nonfinite_grad_norm": "skip"}),
+        ("after", {"shard_degree": 4, "frozen_storage": "int8"}),
+        ("after", {"shard_degree": 2, "keep_between_micro_batches": "gradients"}),
         ("in a group", {"shard_degree": 2}),
         ("came sharded", {}),
     ],
