@@ -201,6 +201,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
             lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
+            lost += ", no frozen weight is stored as codes" if self.smp_config.frozen_storage is not None else ""
             lost += ", no state is kept in memory" if self.smp_config.checkpoint.memory_every_n_steps else ""
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
 

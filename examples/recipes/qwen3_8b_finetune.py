@@ -1,7 +1,8 @@
-"""Qwen3 8B with Transformers' Trainer on one p5: all weights, or LoRA adapters; also by TRL's SFTTrainer.
+"""Qwen3 8B with Transformers' Trainer on one p5: all weights, LoRA adapters, or QLoRA; also by TRL's SFTTrainer.
 
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py                   # all weights
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --lora            # adapters of rank 16
+    torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --qlora           # beside a base of 4-bit codes
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --lora --trl      # by SFTTrainer
     torchrun --nproc-per-node 2 examples/recipes/qwen3_8b_finetune.py --tiny
 
@@ -77,10 +78,12 @@ def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
         "report_to": "none",
         "disable_tqdm": run.flags.tiny,
     }
-    model = build(run, lora)
+    model, knobs = build(run, lora), run.knobs
+    if run.flags.qlora:
+        knobs["frozen_storage"] = "int4"
     if not trl:
         args = TrainingArguments(**arguments)
-        return SmpTrainer(model=model, args=args, train_dataset=run.data(), smp_config=run.knobs)
+        return SmpTrainer(model=model, args=args, train_dataset=run.data(), smp_config=knobs)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -90,7 +93,7 @@ def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
     # The text is tokenised already; TRL would tokenise, cut and pack it itself.
     config = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
     rows = ({"input_ids": sample["input_ids"].tolist()} for sample in run.data())
-    knobs = {name: value for name, value in run.knobs.items() if name != "chunked_cross_entropy"}  # TRL has its own
+    knobs = {name: value for name, value in knobs.items() if name != "chunked_cross_entropy"}  # TRL has its own
     return SmpSFTTrainer(
         model=model,
         args=config,
@@ -104,8 +107,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Train, and return the loss of each optimizer step that was logged."""
     parser = RECIPE.flags(__doc__)
     parser.add_argument("--lora", action="store_true", help="train adapters instead of all weights")
+    parser.add_argument("--qlora", action="store_true", help="the same beside a base of 4-bit codes")
     parser.add_argument("--trl", action="store_true", help="by TRL's SFTTrainer")
     flags = parser.parse_args(arguments)
+    flags.lora = flags.lora or flags.qlora
     for package, wanted in (("peft", flags.lora), ("trl", flags.trl)):
         if wanted and not is_there(package):
             parser.error(f"{package} is not installed; {how_to_install(package)}")

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
@@ -38,10 +39,12 @@ from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
+from smp_core.torch_facts import CodedTensor
 
 logger = logging.getLogger("smp")
 
 _SHOWN = 5
+_DECODED_BYTES = 1 << 30
 
 
 def load_checkpoint(
@@ -85,21 +88,53 @@ def load_checkpoint(
         what, lambda: _match(opened, state, strict, globs, allow_dtype_cast, allow_pickle)
     )
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                tensors,
-                storage_reader=SmpStorageReader(opened, tensors),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=ranks.group,
-                no_dist=not ranks.distributed,
-            )
+        for part in _in_parts(tensors):
+            _fill(opened, part, ranks)
     except CheckpointException as error:
         causes = [wrapped[0] if isinstance(wrapped, tuple) else wrapped for wrapped in error.failures.values()]
         texts = dict.fromkeys(str(c) if isinstance(c, CheckpointError) else f"{type(c).__name__}: {c}" for c in causes)
         raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
     for container, key, value in replacements:
         container[key] = value
+
+
+def _in_parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Divide tensors into those that are filled in place, all together, and groups of those that are stored as codes,
+    which are filled decoded: of about a gigabyte whole, which all ranks share."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    room = 0
+    for name, tensor in tensors.items():
+        if not _is_coded(tensor):
+            parts[0][name] = tensor
+            continue
+        if room <= 0:
+            parts.append({})
+            room = _DECODED_BYTES
+        parts[-1][name] = tensor
+        room -= tensor.numel() * tensor.itemsize
+    return parts
+
+
+def _is_coded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and isinstance(tensor.to_local(), CodedTensor)
+
+
+@torch.no_grad()
+def _fill(opened: OpenCheckpoint, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Read tensors in place, those that are stored as codes by way of decoded ones. Collective."""
+    read = {name: torch.empty_like(tensor) if _is_coded(tensor) else tensor for name, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(
+            read,
+            storage_reader=SmpStorageReader(opened, read),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=not ranks.distributed,
+        )
+    for name, tensor in tensors.items():
+        if read[name] is not tensor:
+            tensor.copy_(read[name])
 
 
 def _match(

@@ -21,6 +21,7 @@ import torch
 from smp_core.checkpoint.dtypes import safetensors_dtype
 from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink
 from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
+from smp_core.torch_facts import decoded
 
 _CACHE_LINE_BYTES = 64  # where tensors begin in a file, as they do in memory: such copies are faster
 _SMALL_BYTES = 64 << 10  # tensors smaller than this lie side by side in a file
@@ -51,7 +52,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor with the same values; the tensor itself where it is one."""
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return decoded(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def place_in_file(size: int) -> tuple[int, bool]:

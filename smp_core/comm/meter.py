@@ -35,6 +35,7 @@ _RING_FACTOR = {
     "all_reduce": 2.0,
     "amax_all_reduce": 2.0,  # FP8 scales
     "router_all_reduce": 2.0,  # counts of experts' tokens
+    "adafactor_all_reduce": 2.0,  # column factors, and norms
     # keys and values of context parallelism, and their gradients
     "context_gather": 1.0,
     "context_reduce": 1.0,

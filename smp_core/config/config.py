@@ -151,6 +151,9 @@ class SmpConfig:
             optimizer's states and float32 masters of half precision parameters; the step is taken there; with
             optimizer_shard="world" those of this rank's part) or "all" (shards of parameters and gradients too; what
             computes is brought unit by unit).
+        frozen_storage: What frozen matrices (requires_grad=False when the model is prepared) are stored and gathered
+            as, for adapters to be trained beside them (LoRA, QLoRA). "int8" (1.01 bytes an element), "int4" (0.53) or
+            None (default; their own dtype). Each unit is decoded when it is gathered. docs/low-bit-bases.md.
         activations: What is done about the memory of activations. "none", "full", "every:N" or "selective" (which of
             them are computed again in backward), or fields of Activations ({"checkpoint": "full", "offload": true}).
             Default Activations(): nothing.
@@ -222,6 +225,9 @@ class SmpConfig:
     optimizer_shard: Literal["shard", "world"] = setting("shard", read.word("shard", "world"))
     state_offload: Literal["optimizer", "all"] | None = setting(
         None, read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'")
+    )
+    frozen_storage: Literal["int8", "int4"] | None = setting(
+        None, read.either(read.nothing(), read.word("int8", "int4"), allowed="none, 'int8', 'int4'")
     )
     activations: Knob[Activations, str | Fields] = _holds(Activations)
     compile: Knob[Compile | None, bool | str | Fields] = _holds(Compile)

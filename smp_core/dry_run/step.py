@@ -19,7 +19,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,7 @@ class _Rank:
     Attributes:
         allocated: storage -> "gathered" or "other", of buffers that communication objects allocated; of one that is
             allocated at the moment under ``LATEST``.
+        stored: the storages of parameters; those of codes are decoded where operations are watched.
     """
 
     source: Source
@@ -82,6 +83,7 @@ class _Rank:
     question: Question
     allocated: dict[int, str]
     split: SplitBatch | None = None
+    stored: Sequence[torch.UntypedStorage] = ()
 
     def step(self) -> None:
         question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
@@ -148,9 +150,9 @@ class _Rank:
             ("gradients", self.gradients()),
             ("other", list(self.parallel.module.buffers())),
             (optimizer, self.states()),
-            (parameters, self.parameters()),
         ):
             known |= dict.fromkeys(map(id, _storages(tensors)), kind)
+        known |= dict.fromkeys(map(id, self.stored), parameters)
         found = Counter[str]()
         roots = self._root_sizes()
         for address, size in sizes.items():
@@ -233,7 +235,7 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     with Allocations([]):
         rank.step()
     tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
-    before = _storages(tensors)
+    before, rank.stored = _storages(tensors), _storages(rank.parameters())
     with Allocations(before, inside=attention.INSIDE) as first:
         rank.step()
     memory: dict[str, int] = {}

@@ -32,10 +32,19 @@ class RankWeights(nn.Module):
 
     Args:
         parallel: the sharded module's handle.
+
+    Raises:
+        ValueError: weights that are stored as codes.
     """
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
+        coded = parallel.config.frozen_storage
+        if coded is not None:
+            raise ValueError(
+                "an average of weights would hold decoded copies of the frozen ones, too, which "
+                f"frozen_storage={coded!r} stores as codes; leave the average out, or frozen_storage"
+            )
         parallel.reshard()
         if parallel.pipeline is not None:
             parallel.broadcast_buffers()  # they change on one stage

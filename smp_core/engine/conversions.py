@@ -14,9 +14,9 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 11. lay_out_contiguously: shards are stretches of a parameter's rows
 12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
 13. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
-14. shard_units: fully_shard of blocks, then roots, with our communication objects
+14. shard_units: fully_shard of blocks, then roots, with our communication objects; frozen ones stored as codes
 15. apply_fsdp_options: how far ahead units are gathered
-16. materialize: what is on the meta device, shard by shard
+16. materialize: what is on the meta device, shard by shard; frozen ones stored as codes
 17. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
 18. move_plain_tensors: what FSDP2 does not manage, to the device
 19. register_forward_methods: methods besides forward that gather
@@ -142,6 +142,8 @@ def parallelize_model(
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
         materialize(model, states_on, seed=(knobs.delayed_init or DelayedInit()).seed, init_fn=init_fn)
+        for unit in units:
+            unit.store_coded(plan)
     if plan.dtypes.masters:
         store_masters(model, plan, units)
     move_plain_tensors(model, mesh.device)

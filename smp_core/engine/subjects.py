@@ -14,7 +14,7 @@ from smp_core.expert_parallel import EXPERT_PARALLELISM, ROUTER_BALANCE
 from smp_core.fp8 import FP8
 from smp_core.pipeline import PIPELINE_PARALLELISM
 from smp_core.plan import Plan, Subject
-from smp_core.sharding import SHARDING
+from smp_core.sharding import FROZEN_STORAGE, SHARDING
 from smp_core.tensor_parallel import TENSOR_PARALLELISM
 
 SUBJECTS: tuple[Subject, ...] = (
@@ -22,6 +22,7 @@ SUBJECTS: tuple[Subject, ...] = (
     COMMUNICATION,
     EXPERT_PARALLELISM,
     ROUTER_BALANCE,
+    FROZEN_STORAGE,
     PIPELINE_PARALLELISM,
     CONTEXT_PARALLELISM,
     TENSOR_PARALLELISM,

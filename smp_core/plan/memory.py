@@ -33,7 +33,7 @@ class MemoryEstimate:
 
     Args:
         shard_degree: ranks that hold one copy of the model states together.
-        parameters: parameter shards, in the model's own dtypes.
+        parameters: parameter shards, in the model's own dtypes or as codes (`frozen_storage`).
         gradients: gradient shards of trainable parameters, in the same dtypes.
         partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than parameters are
             stored in, held whole (`keep_between_micro_batches="gradients"`), or given to masters.
@@ -86,7 +86,8 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
         offloaded = knobs.state_offload == "all" and is_sharded
-        parameters += 0 if offloaded else elements * stored.itemsize
+        if not offloaded:
+            parameters += plan.stored_bytes(parameter, elements) if is_sharded else elements * stored.itemsize
         if not parameter.trainable:
             continue
         unsharded = count * parameter.elements if plan.keeps_gradients and is_sharded else 0
@@ -195,9 +196,13 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
-        dtype = plan.dtypes.of_gathered(parameter) if what == "gathered" else plan.dtypes.of_reduced(parameter)
-        if parameter.trainable or what == "gathered":
-            total += _shard_elements(parameter, plan) * plan.shard_degree * dtype.itemsize
+        elements = _shard_elements(parameter, plan) * plan.shard_degree
+        if what == "gathered" and plan.is_coded(parameter):
+            total += plan.stored_bytes(parameter, elements)
+        elif what == "gathered":
+            total += elements * plan.dtypes.of_gathered(parameter).itemsize
+        elif parameter.trainable:
+            total += elements * plan.dtypes.of_reduced(parameter).itemsize
     return total
 
 

@@ -79,6 +79,8 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta"), (2, _if_set())),
     **dict.fromkeys(("Adagrad", "ASGD"), (1, _if_set())),
     "Muon": (1, lambda group: group.get("algorithm") == "adamw"),  # ours has groups that AdamW steps
+    # factors of rows and columns; Transformers' keeps a first moment too, if asked to
+    "Adafactor": (0, lambda group: group.get("beta1") is not None),
     "RMSprop": (1, _if_set("momentum", "centered")),
     "Lion": (1, _if_set()),  # of several libraries, which agree
 }

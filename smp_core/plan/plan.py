@@ -6,6 +6,7 @@ recomputed, are parts of it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,14 +14,14 @@ import torch
 import xxhash
 
 from smp_core.cluster import INNER, PARTITION, Layout
-from smp_core.codecs import CodeName
+from smp_core.codecs import CodeName, RowCodec
 from smp_core.config import SmpConfig
 from smp_core.plan.checkpointed import CheckpointedModule
 from smp_core.plan.cluster import Cluster
 from smp_core.plan.dtypes import HALF, Dtypes, Precision
 from smp_core.plan.optimizers import OptimizerStates
 from smp_core.plan.routes import two_stages
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import ParameterShape, Shapes
 from smp_core.plan.stages import Stages
 from smp_core.plan.units import PlannedUnit
 
@@ -65,6 +66,7 @@ class GivenSharding:
 
 
 TRAINERS_OWN = Precision()
+_SHORTEST_CODED_ROW = 16
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,20 @@ class Plan:
         """Return whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
         return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
+
+    def is_coded(self, parameter: ParameterShape) -> bool:
+        """Return whether a unit's parameter is stored as codes (``frozen_storage``): a frozen matrix whose rows are no
+        shorter than codes pay for."""
+        if self.knobs.frozen_storage is None or parameter.trainable or not parameter.dtype.is_floating_point:
+            return False
+        return len(parameter.shape) > 1 and math.prod(parameter.shape[1:]) >= _SHORTEST_CODED_ROW
+
+    def stored_bytes(self, parameter: ParameterShape, elements: int) -> int:
+        """Return the bytes of so many elements, in whole rows, of a unit's parameter as they are stored."""
+        if self.knobs.frozen_storage is None or not self.is_coded(parameter):
+            return elements * self.dtypes.of_stored(parameter).itemsize
+        row = math.prod(parameter.shape[1:])
+        return elements // row * RowCodec(self.knobs.frozen_storage).row_bytes(row)
 
     @property
     def keeps_parameters(self) -> bool:

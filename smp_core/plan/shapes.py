@@ -221,6 +221,6 @@ def _refuse_quantized(name: str, parameter: nn.Parameter) -> None:
     if kind.__module__.split(".")[0] == "torchao":
         raise ValueError(
             f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent between "
-            "ranks; prepare the model with its weights in bfloat16, of which each rank holds a part (frozen ones "
-            "too), and quantise what was trained"
+            "ranks; prepare the model with its weights in bfloat16 and write frozen_storage='int4' (or 'int8'), which "
+            "stores and gathers frozen ones as codes, or quantise what was trained"
         )

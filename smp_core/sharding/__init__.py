@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.dtype_rules import settle_precision as settle_precision
     from smp_core.sharding.forward_methods import register_forward_methods as register_forward_methods
+    from smp_core.sharding.frozen_rules import FROZEN_STORAGE as FROZEN_STORAGE
     from smp_core.sharding.fsdp_options import apply_fsdp_options as apply_fsdp_options
     from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
     from smp_core.sharding.given_rules import settle_given as settle_given

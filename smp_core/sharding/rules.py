@@ -80,8 +80,8 @@ def _settle_gathering(draft: ModelDraft) -> bool:
 
     Returns:
         whether units are sharded by FSDP2. A partition group of one has nothing to gather, and FSDP2 would copy every
-        parameter for each use; it is still needed where it casts parameters to another dtype, where it brings them
-        from the host, and where it shows split parameters to their layers.
+        parameter for each use; it is still needed where it casts or decodes parameters, where it brings them from the
+        host, and where it shows split parameters to their layers.
     """
     layout, knobs = draft.layout, draft.knobs
     is_cut = layout.size(*INNER, Axis.PIPELINE) > 1
@@ -92,7 +92,7 @@ def _settle_gathering(draft: ModelDraft) -> bool:
     if knobs.keep_between_micro_batches == "gradients":
         why = "shard_degree=1: nothing is reduced inside a partition group"
         draft.settle("keep_between_micro_batches", kept, why)
-    if casts or draft.masters or knobs.state_offload == "all":
+    if casts or draft.masters or knobs.state_offload == "all" or knobs.frozen_storage is not None:
         return True
     why = "shard_degree=1: parameters are whole, nothing is gathered"
     draft.settle("param_dtype", None, why)

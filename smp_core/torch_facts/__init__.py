@@ -8,6 +8,12 @@ from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.torch_facts.absent import ABSENT as ABSENT, is_absent as is_absent
+    from smp_core.torch_facts.coded import (
+        CodedTensor as CodedTensor,
+        as_codes as as_codes,
+        decode_rows as decode_rows,
+        decoded as decoded,
+    )
     from smp_core.torch_facts.compat import (
         FSDP_METHODS as FSDP_METHODS,
         TESTED_TORCH as TESTED_TORCH,

@@ -128,6 +128,7 @@ VALUES: dict[str, Any] = {
     "on_nonfinite_grad_norm": st.sampled_from(["ignore", "skip", "raise"]),
     "optimizer_shard": st.sampled_from(["shard", "world"]),
     "state_offload": st.sampled_from([None, "optimizer", "all"]),
+    "frozen_storage": st.sampled_from([None, "int8", "int4"]),
     "activations": some(Activations),
     "compile": st.none() | some(Compile),
     "compression": some(Compression),

@@ -29,7 +29,7 @@ class Case:
     """Training steps of a small model.
 
     Args:
-        knobs: SmpConfig's.
+        knobs: SmpConfig's; with ``frozen_storage`` all blocks but the last are frozen.
         model: one of ``MODELS``.
         thaws: one parameter of the last block is frozen in the first micro-batch of a step.
         skips: forward ends before the last block, which is gathered ahead all the same.
@@ -67,6 +67,8 @@ def run(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     model: Any = MODELS[case.model]().to(dtype)
+    if "frozen_storage" in case.knobs:
+        model.blocks[:-1].requires_grad_(False)
     mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
     parallel = parallelize(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

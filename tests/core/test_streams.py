@@ -37,6 +37,7 @@ CLEAN = {
     "inputs on the host, one ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 2}}),
     "states on the host": Case({"shard_degree": 2, "state_offload": "optimizer"}, dtype="bfloat16"),
     "saves": Case({"shard_degree": 2}, saves=True),
+    "a frozen base as codes": Case({"shard_degree": 4, "frozen_storage": "int8"}, saves=True),
     "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
     "FP8 experts": Case({"shard_degree": 2, "fp8": True}, model="mixture", micro_batches=1),
     "shared sequences": Case({"shard_degree": 2, "context_parallel_degree": 2}, model="sentences", micro_batches=1),
@@ -128,6 +129,7 @@ ASKS = {
     "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
     "saves": {"copy_to_hosts": 1.0},
+    "a frozen base as codes": {"copy_to_hosts": 1.0},
     "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},  # each layer: its experts' rows
     "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},  # each micro-batch: its padding, and its documents
     "recomputed and compared": {"look": 3.0},  # each block

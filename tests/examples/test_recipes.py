@@ -65,6 +65,19 @@ def test_adapters_train_on_ranks_as_on_one(flags: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_adapters_beside_a_base_of_codes_train_alike_on_two_ranks_and_four(tmp_path: Path) -> None:
+    """One process has no shards to store codes on."""
+    pytest.importorskip("peft")
+    arguments = ["--steps", "3", "--cache-dir", str(tmp_path)]
+    coded, four, exact = (
+        run_ranks(losses_of, ranks, "qwen3_8b_finetune", [flag, *arguments], ranks_per_node=2, env=LAUNCHED)[0]
+        for ranks, flag in ((2, "--qlora"), (4, "--qlora"), (2, "--lora"))
+    )
+    assert four == pytest.approx(coded, abs=TOLERANCE)
+    assert coded != pytest.approx(exact, abs=TOLERANCE) and coded[-1] < coded[0] - 1e-3
+
+
+@pytest.mark.slow
 def test_the_script_that_knows_accelerate_alone_trains_the_same_under_a_yaml(tmp_path: Path) -> None:
     """Its printed losses have four digits, which sums in another order do not reach."""
     script = [FOLDER / "plain_accelerate.py", "--tiny", "--steps", "4", "--data", TEXT, "--cache-dir", tmp_path]

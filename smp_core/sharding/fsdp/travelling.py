@@ -1,4 +1,5 @@
-"""Parameters that travel in another form than they are stored in: FSDP2's all-gather extensions.
+"""Parameters that travel in another form than they are computed in: FSDP2's all-gather extensions. FP8 weights are
+stored in high precision; frozen ones (``frozen_storage``) are stored as the codes that they travel as.
 
 FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a tensor subclass as the parameter,
 which state dicts would then show. So they are put where FSDP2 looks for them at the first forward:
@@ -8,15 +9,17 @@ which state dicts would then show. So they are put where FSDP2 looks for them at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.codecs import RowCodec
 from smp_core.fp8 import WeightGather
 from smp_core.sharding.fsdp.param_group import ParamGroup
+from smp_core.torch_facts import CodedTensor, as_codes, decode_rows
 
 
 def travel(group: ParamGroup, gather_of: Callable[[nn.Module, str], WeightGather | None]) -> None:
@@ -73,3 +76,84 @@ def _gathered_size(parameter: Any) -> torch.Size:
         if axis > 0 and not placement.is_replicate():
             size[placement.dim] //= parameter.device_mesh.size(axis)
     return torch.Size(size)
+
+
+@torch.no_grad()
+def store_as_codes(group: ParamGroup, indices: Iterable[int], codec: RowCodec) -> None:
+    """Store parameters' shards as codes from now on, in which they also travel. They stay the same objects."""
+    for index in indices:
+        member = group.members[index]
+        member.__class__ = _coded(member.__class__)
+        _encode(member, codec)
+
+
+def _encode(member: Any, codec: Any) -> None:
+    padded, kept = member._sharded_param_data.view(member.padded_sharded_param_size), member.sharded_param
+    local = as_codes(padded, kept.to_local().shape, codec)
+    if padded.is_pinned():
+        local.codes = local.codes.pin_memory()
+    stored = nn.Parameter(member.to_sharded_dtensor(local), requires_grad=kept.requires_grad)
+    stored.__dict__.update(kept.__dict__)  # what others have noted on it
+    torch.utils.swap_tensors(kept, stored)
+    member._sharded_param_data = local.codes.view(-1)
+    member.travelling = _Coded(member, local)
+
+
+@functools.cache
+def _coded(kind: Any) -> type:
+    """Return a class of FSDP2's parameters, such that they are stored as codes."""
+
+    def reset_sharded_param(member: Any) -> None:
+        local = member.sharded_param.to_local()
+        if isinstance(local, CodedTensor):
+            member.travelling = _Coded(member, local)
+            return
+        # Moved or cast, which decodes.
+        coder = member.travelling.local.coder
+        kind.reset_sharded_param(member)
+        _encode(member, coder)
+
+    members = {
+        "_sharded_local_tensor": property(lambda member: member.travelling),
+        "reset_sharded_param": torch.no_grad()(reset_sharded_param),
+    }
+    return type(str(kind.__name__), (kind,), members)
+
+
+class _Coded:
+    """Answers to what FSDP2 asks about the local tensor of a parameter that is stored as codes."""
+
+    def __init__(self, member: Any, local: CodedTensor) -> None:
+        self._member, self.local = member, local
+
+    def size(self) -> torch.Size:
+        size: torch.Size = self._member.padded_sharded_param_size
+        return size
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Coded:
+        """Copy codes in host memory to the device."""
+        local = self.local
+        codes = local.codes.to(device, non_blocking=non_blocking)
+        return _Coded(self._member, CodedTensor(codes, local.shape, local.dtype, local.coder))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        if self._member.sharded_param.requires_grad:
+            name = self.local.coder.name
+            raise ValueError(
+                f"a weight {tuple(outer_size)} is to be trained (requires_grad=True) and is stored in {name} codes "
+                f"(frozen_storage={name!r}), because it was frozen when the model was prepared; make trainable what "
+                "is to be trained before that, or leave frozen_storage out"
+            )
+        return (self.local.codes,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        if out is not None:
+            decode_rows(self.local.coder, gathered[0], out.data)  # what autograd saved of it stays valid
+            return None
+        decoded = torch.empty(self._member.sharded_param.shape, dtype=dtype, device=gathered[0].device)
+        decode_rows(self.local.coder, gathered[0], decoded)
+        return decoded, (decoded,)

@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from smp_core.codecs import RowCodec
+from smp_core.plan import Plan
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.passes import FAILED_PASS, Passes, backward_pass
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
+from smp_core.sharding.fsdp.travelling import store_as_codes
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,14 @@ class ShardedUnit:
         half = [i for i in sorted(self.trainable()) if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)]
         if half:
             self.store_in(torch.float32, half)
+
+    def store_coded(self, plan: Plan) -> None:
+        """Store the parameters as codes from now on that the plan says so of."""
+        asked = plan.knobs.frozen_storage
+        if asked is None or self.group is None:
+            return
+        coded = [i for i, name in enumerate(self.names) if plan.is_coded(plan.shapes.of_name(name))]
+        store_as_codes(self.group, coded, RowCodec(asked))
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:

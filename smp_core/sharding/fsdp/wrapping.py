@@ -33,7 +33,8 @@ def shard_units(
     meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> list[ShardedUnit]:
     """Apply ``fully_shard`` to every planned unit over the partition group, innermost first, with our communication
-    objects. Each gets rank 0's weights just before.
+    objects. Each gets rank 0's weights just before, and is stored as codes just after, where it is frozen and
+    ``frozen_storage`` says so.
 
     Args:
         traffic: makes the units' communication objects.
@@ -80,6 +81,8 @@ def shard_units(
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
+        if not plan.shapes.on_meta:
+            unit.store_coded(plan)
         units.append(unit)
     return units
 

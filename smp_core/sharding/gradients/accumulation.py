@@ -145,6 +145,14 @@ class AccumulationWindow:
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world
 
+    def replicated_ids(self) -> set[int]:
+        """Return the ids of the parameters that every rank holds whole."""
+        return {id(parameter) for parameter in self._replicated.parameters.values()}
+
+    def add_replicated(self, attached: Mapping[str, nn.Parameter]) -> None:
+        """Add gradients of these parameters up over all ranks, too, from the next backward pass on."""
+        self._replicated.add(attached)
+
     @property
     def is_open(self) -> bool:
         """Return whether gradients are held that no ``.grad`` shows yet."""

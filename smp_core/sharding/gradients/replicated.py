@@ -38,8 +38,8 @@ class ReplicatedGradients:
         on_backward: Callable[[], None],
         mesh: SmpMesh,
     ) -> None:
-        self._groups = [list(group) for group in groups if group]
-        self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
+        self._groups: list[list[str]] = []
+        self.parameters: dict[str, nn.Parameter] = {}
         self.reached: set[str] = set()
         self._route = route
         self._reduce_dtype = reduce_dtype
@@ -50,9 +50,19 @@ class ReplicatedGradients:
         self._sums: dict[str, torch.Tensor] = {}
         self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
         self._closed: dict[str, torch.Tensor | None] = {}  # .grad of earlier closed passes, of parameters with hooks
-        for name, parameter in self.parameters.items():
+        self._mesh = mesh
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Mapping[str, nn.Parameter]) -> None:
+        """Add parameters by name, to be reduced together."""
+        if not group:
+            return
+        self._groups.append(list(group))
+        self.parameters.update(group)
+        for name, parameter in group.items():
             if parameter.is_floating_point():
-                ParameterHooks(parameter, mesh, before=self._before(name), after=self._note(name))
+                ParameterHooks(parameter, self._mesh, before=self._before(name), after=self._note(name))
 
     def end_of_pass(self) -> None:
         """Take what the pass left in ``.grad`` into the partial sums.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from smp_core.optim import AdamW8bit, Muon
+from smp_core.optim import Adafactor, AdamW8bit, Muon
 
 K = TypeVar("K", bound=type[torch.optim.Optimizer])
 
@@ -47,7 +47,7 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon, AdamW8bit)
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon, AdamW8bit, Adafactor)
 # Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (

@@ -32,10 +32,11 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.optim import AdamW8bit, Muon
+from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.optimizer.attached import take_in_attached
 from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
@@ -166,6 +167,7 @@ class Homes:
             return
         self.find_parameters()
         for model in self._models:
+            take_in_attached(model)
             replaced = model.replaced
             old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
             states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]
@@ -307,8 +309,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
-    if isinstance(optimizer, Muon):
-        _require_on_device(models)
+    if isinstance(optimizer, (Muon, Adafactor)):
+        _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
     homes.take_in(optimizer)
@@ -340,13 +342,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     return True
 
 
-def _require_on_device(models: Sequence[SteppedModel]) -> None:
-    """Refuse states in host memory, where ranks cannot exchange the matrices of Muon's step."""
+def _require_on_device(optimizer: Muon | Adafactor, models: Sequence[SteppedModel]) -> None:
+    """Refuse states in host memory, where ranks cannot exchange what a step sends."""
+    name, sent = type(optimizer).__name__, "matrices" if isinstance(optimizer, Muon) else "sums"
     for model in models:
         if model.config.state_offload is not None:
             raise ValueError(
-                f"state_offload={model.config.state_offload!r} steps in host memory, where Muon cannot exchange "
-                "matrices between ranks; leave state_offload out, or use torch.optim.AdamW"
+                f"state_offload={model.config.state_offload!r} steps in host memory, where {name} cannot "
+                f"exchange {sent} between ranks; leave state_offload out, or use torch.optim.AdamW"
             )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import of_all_ranks
+from smp_core.optim import Adafactor
 from smp_core.sharding.optimizer.kinds import STEP_SHARDS
 from smp_core.torch_facts import is_absent
 
@@ -43,8 +44,12 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
     meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
     if kind in STEP_SHARDS or not meshes:
         return
-    is_muon = kind.__name__.lower().endswith("muon")
-    instead = "smp_core.optim.Muon(muon_groups(model))" if is_muon else "another optimizer, such as AdamW"
+    named = kind.__name__.lower()
+    instead = "another optimizer, such as AdamW"
+    if named.endswith("muon"):
+        instead = "smp_core.optim.Muon(muon_groups(model))"
+    elif named == "adafactor" and kind is not Adafactor:
+        instead = "smp_core.optim.Adafactor (which takes torch's arguments), another one such as AdamW"
     refusal = (
         f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use {instead}, or shard_degree=1 "
         "without tensor ranks, where parameters are whole"

@@ -109,7 +109,7 @@ def plan_of(knobs: dict[str, Any], device: str = "cuda", given: bool = False, ch
     return decide(Shapes.of(model, SmpConfig() if given else asked), asked, machines, given=came)
 
 
-EXPERT = {"expert_parallel_degree": 2}
+EXPERT, FROZEN = {"expert_parallel_degree": 2}, {"frozen_storage": "int8"}
 TENSOR, PIPELINE = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 OTHER_FP8 = {"fp8": {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}}
 ENGINE_FP8 = {"fp8": {"backend": "transformer_engine", "fp8_all_gather": False, "amax_history_len": 16}}
@@ -163,6 +163,17 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
     ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
+    ("frozen storage", "`fp8`: weights travel in FP8 then"): {"knobs": {**FROZEN, "fp8": True}},
+    ("frozen storage", "`compression.gather`, where frozen weights travel as codes already"): {
+        "knobs": {**FROZEN, "shard_degree": 8, "compression": {"gather": "int8"}}
+    },
+    ("frozen storage", "`collectives.symmetric_memory`"): {
+        "knobs": {**FROZEN, "collectives": {"symmetric_memory": True}}
+    },
+    ("frozen storage", "layers over tensor ranks"): {"knobs": {**FROZEN, **TENSOR}},
+    ("frozen storage", "pipeline stages"): {"knobs": {**FROZEN, **PIPELINE}},
+    ("frozen storage", "experts that ranks divide"): {"knobs": {**FROZEN, **EXPERT}},
+    ("frozen storage", "models that came sharded"): {"knobs": FROZEN, "given": True},
     ("router balance", "auxiliary losses of all ranks' tokens (`router_balance='global'`)"): {
         "knobs": {"router_balance": "global", **PIPELINE}
     },

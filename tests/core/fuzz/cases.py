@@ -84,6 +84,7 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
+    "frozen_storage": "needs adapters beside a frozen base: tests/core/sharding/test_frozen_storage.py",
     "master_dtype": "is about half precision models: tests/core/sharding/test_shared_parameters.py draws it",
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
