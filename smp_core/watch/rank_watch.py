@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -37,7 +37,7 @@ from smp_core.torch_facts import collective_timeout
 from smp_core.watch.meeting import Meetings
 from smp_core.watch.preemption import Preempted, ignoring_sigterm
 from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, open_boards
-from smp_core.watch.whereabouts import WaitWatch, here, innermost_user_line
+from smp_core.watch.whereabouts import Compared, WaitWatch, here, innermost_user_line
 
 logger = logging.getLogger("smp")
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class RankWatch:
         self._failure: str | None = None
         self._left = False  # in good order
         self._reported = False
+        self._shows_windows = False
         self._stumbled = False
         self._heard: dict[int, str] = {}  # by run: what another rank has found out
         self._seen: _Signs | None = None  # at the last look by itself
@@ -121,7 +122,7 @@ class RankWatch:
         if self.between_runs:
             self.meetings.meet_in_all_groups(call)
         self._runs += 1
-        self._failure, self._reported, self._ends_at = None, False, None
+        self._failure, self._reported, self._shows_windows, self._ends_at = None, False, False, None
         self.step, self.between_runs = 0, False
         self._beat()
 
@@ -179,27 +180,51 @@ class RankWatch:
             return self._find_out()
 
     def _find_difference(self) -> str | None:
-        """Compare what ranks tell of their last windows, where a device has stopped: it does so where they differ, and
-        cannot say more. None if they tell the same."""
-        own = {str(number): window.told() for number, window in here.compared.items()}
-        for board in self.boards:
-            _attempt(board.set, f"windows/{self._runs}/{self.rank}", own)
-        told = self._await_windows({rank for window in here.compared.values() for rank in window.ranks()})
-        for number, window in here.compared.items():
-            of_window = {rank: theirs[str(number)] for rank, theirs in told.items() if str(number) in theirs}
-            if found := window.difference(of_window):
-                return self._tell(found)
-        return None
+        """Compare what ranks say of their last windows, where a device has stopped: it does so where they differ, and
+        cannot say more. None if those who say something within some intervals say the same.
 
-    def _await_windows(self, ranks: set[int]) -> dict[int, dict[str, list[Any]]]:
-        """Return what ranks tell of their last windows, by their numbers: of those that do within some intervals."""
-        ordered, deadline = sorted(ranks), time.monotonic() + _TELLING * self.interval
-        keys = [f"windows/{self._runs}/{rank}" for rank in ordered]
+        Two that differ are enough: torch's watchdog over NCCL ends processes whose device has stopped, this one too.
+        """
+        if not here.compared:
+            return None
+        self.show_windows()
+        ranks = sorted({rank for window in here.compared.values() for rank in window.ranks()})
+        found, deadline, pause = "", time.monotonic() + _TELLING * self.interval, self.interval / 50
         while True:
-            told = next((found for board in self.boards if (found := _attempt(board.values_of, keys))), [])
-            if (told and None not in told) or time.monotonic() >= deadline:
-                return {rank: each for rank, each in zip(ordered, told, strict=False) if each is not None}
-            time.sleep(self.interval / 50)  # soon: torch's watchdog over NCCL ends processes whose device has stopped
+            summaries = self._values_of([f"windows/{self._runs}/{rank}" for rank in ranks])
+            known = {rank: each for rank, each in zip(ranks, summaries, strict=False) if each is not None}
+            if differs := next(filter(None, (self._difference(*each, known) for each in here.compared.items())), ""):
+                # Others, if they live, are heard soon, and say which side is the larger one.
+                deadline = deadline if found else min(deadline, time.monotonic() + self.interval / 10)
+                found = differs
+            if len(known) == len(ranks) or time.monotonic() >= deadline:
+                return self._tell(found) if found else None
+            time.sleep(pause)
+            pause = min(2 * pause, self.interval)
+
+    def show_windows(self) -> None:
+        """Put on the boards, once for a failure, what this rank says of its last windows: all of them in short under
+        one key, and each whole under its own."""
+        if self._shows_windows:
+            return
+        self._shows_windows = True
+        key, windows = f"windows/{self._runs}/{self.rank}", here.compared.items()
+        for board in self.boards:
+            for number, window in windows:
+                _attempt(board.set, f"{key}/{number}", window.told())
+            _attempt(board.set, key, {str(number): window.summary() for number, window in windows})
+
+    def _difference(self, number: int, window: Compared, summaries: Mapping[int, Mapping[str, Any]]) -> str:
+        """Return where ranks differ in a window, in words; "" where nowhere. One rank is asked for those like it."""
+        of_window = {rank: each[str(number)] for rank, each in summaries.items() if str(number) in each}
+        sides = window.sides(of_window)
+        whole = self._values_of([f"windows/{self._runs}/{asked}/{number}" for asked in sides])
+        told = dict(zip(sides, whole, strict=False))
+        by_rank = {rank: told[asked] for asked, alike in sides.items() if told.get(asked) for rank in alike}
+        return window.difference(by_rank) if len(sides) > 1 else ""
+
+    def _values_of(self, keys: list[str]) -> list[Any]:
+        return next((found for board in self.boards if (found := _attempt(board.values_of, keys))), [])
 
     def _find_out(self) -> str | None:
         if told := self._told():
@@ -347,9 +372,10 @@ class RankWatch:
         speaks = self.rank == 0 or 0 in _silent(before, self._seen) or "left" in self._seen[0]
         if not found:
             board.delete("lost")
-        elif speaks and self._ends_at is None and not board.get("lost"):
-            self._say(found)
+        elif self._ends_at is None and not board.get("lost"):
             board.set("lost", found)
+            if speaks:
+                self._say(found)
 
     def _rank_is_lost(self) -> None:
         if self._ends_at is None and self.meetings.limit is not None:
@@ -570,6 +596,8 @@ class _Reporting:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _watch is not None and _DEVICE_STOPPED in str(error).lower():
+            _watch.show_windows()  # first of all: torch's watchdog over NCCL may end this process any moment
         self._before(kind, error, trace)  # type: ignore[operator]
         if _watch is not None and looks_like_a_lost_peer(error):
             end_within(2 * ENDING)  # what runs at the end of a process may wait for the lost rank too

@@ -57,7 +57,7 @@ Signs = dict[int, "Sign"]
 # Numbers of collectives that a rank which waits shows to the others, to find where they went apart.
 _SHOWN = 2048
 # Windows that are kept: a device stops in one while its host is in the next.
-_KEPT_WINDOWS = 4
+_KEPT_WINDOWS = 8
 
 
 class Compared(Protocol):
@@ -65,6 +65,12 @@ class Compared(Protocol):
 
     def told(self) -> Sequence[Any]:
         """Return what this rank would say of it, as JSON."""
+
+    def summary(self) -> Sequence[int]:
+        """Return the same in a few numbers."""
+
+    def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Return the ranks that say the same, by the first of them, from the summaries of some."""
 
     def ranks(self) -> Iterable[int]:
         """Return those to compare with."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -148,6 +149,17 @@ class LeftToDevice:
         window, replica, older, numbers, trained = self.record
         return window, replica, older, list(numbers), trained
 
+    def summary(self) -> Sequence[int]:
+        window, replica, older, numbers, trained = self.record
+        return window, replica, zlib.crc32(array("i", numbers), older), zlib.crc32("\n".join(trained).encode())
+
+    def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        # Ranks of one replica issue the same; all ranks are in the same window and train the same.
+        in_replica = {rank: each for rank, each in summaries.items() if each[1] == self.mesh.replicate_rank}
+        of_all = {rank: (window, trained) for rank, (window, _, _, trained) in summaries.items()}
+        found = _alike(in_replica)
+        return found if len(found) > 1 else _alike(of_all)
+
     def ranks(self) -> Iterable[int]:
         # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
         layout, own = self.mesh.layout, self.mesh.rank
@@ -156,6 +168,14 @@ class LeftToDevice:
     def difference(self, by_rank: Mapping[int, Sequence[object]]) -> str:
         told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
         return _difference(self.issued, told)
+
+
+def _alike(by_rank: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks with the same numbers, by the first of them."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, numbers in by_rank.items():
+        ranks.setdefault(tuple(numbers), []).append(rank)
+    return {alike[0]: alike for alike in ranks.values()}
 
 
 def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]) -> None:

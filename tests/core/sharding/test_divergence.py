@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core.comm import IssuedCollectives
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.sharding.gradients import received_gradients
-from smp_core.sharding.gradients.divergence import RanksDiverged
+from smp_core.sharding.gradients.divergence import RanksDiverged, leave_to_device
 from smp_core.torch_facts import streams
-from smp_core.watch import RankWatch
+from smp_core.watch import RankWatch, rank_watch
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.harness import run_ranks
 
@@ -219,6 +220,32 @@ def stopped_by_device(apart: Callable[[ParallelModel], None], knobs: dict[str, A
     dist.barrier()
     watching.stop()
     return found, stderr.getvalue()
+
+
+def stopped_beside_silent_rank() -> tuple[str | None, str | None]:
+    """What is found where rank 3 says nothing, and where no window was closed; nobody would stop waiting by itself."""
+    parallel, _ = prepared(shard_degree=1)
+    watching = RankWatch.start(interval=0.1)
+    assert watching is not None
+    found = None
+    with mock.patch.object(rank_watch, "_TELLING", 1_000_000), contextlib.redirect_stderr(io.StringIO()):
+        nothing = watching.report(DEVICE_STOPPED)
+        watching.begin_run("fit()")
+        issued = IssuedCollectives([dist.get_rank()])
+        issued.windows = int(dist.get_rank() > 0)
+        leave_to_device(issued, parallel.mesh, ["weight"])
+        dist.barrier()
+        if dist.get_rank() < 3:
+            found = watching.report(DEVICE_STOPPED)
+    dist.barrier()
+    watching.stop()
+    return found, nothing
+
+
+def test_where_a_device_stops_nobody_waits_for_a_rank_that_says_nothing() -> None:
+    results = run_ranks(stopped_beside_silent_rank, 4)
+    assert all("accumulation windows: rank 0 window 1; rank" in str(found) for found, _ in results[:3]), results
+    assert {nothing for _, nothing in results} == {None}
 
 
 @pytest.mark.parametrize(
