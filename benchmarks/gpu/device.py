@@ -110,7 +110,9 @@ def machine() -> dict[str, Any] | None:
         return None
     properties = torch.cuda.get_device_properties(0)
     triton = __import__("triton").__version__ if kernels.has_triton() else None
+    asked = {"devices": int(os.environ["RANKS"])} if "RANKS" in os.environ else {}
     return {
+        **asked,
         "device": properties.name,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "capability": f"{properties.major}.{properties.minor}",

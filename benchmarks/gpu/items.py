@@ -20,6 +20,7 @@ PARTS = {
     3: "A training step of 1 to 3 billion parameters",
     4: "Several ranks",
     5: "Several devices",
+    6: "Several devices at work",
 }
 Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
@@ -68,13 +69,13 @@ ITEMS = (
     Item("replicas", 4, "nccl_ranks:replicas", 180, "four NCCL ranks on the device equal CPU ranks, with replicas"),
     Item("axes", 4, "nccl_ranks:axes", 160, "the same with tensor ranks, pipeline stages and context ranks"),
     Item("faces", 4, "faces:rows", 200, "Lightning, Accelerate and Trainer on two NCCL ranks equal CPU ranks"),
-    Item("experts", 5, "nccl_ranks:experts", 40, "experts on several NCCL ranks equal CPU ranks"),
-    Item("communicators", 5, "ranks:memory", 80, "what communicators take of a device, phase by phase"),
-    Item("first window", 5, "ranks:first_window", 70, "replicas that differ in the first window equal CPU ranks"),
-    Item("endings", 5, "ranks:endings", 90, "a rank that goes apart, is killed or stopped: all end, it is named"),
-    Item("symmetric memory", 5, "ranks:symmetric", 40, "NCCL's symmetric memory gives the same bits"),
-    Item("8B at 16,384 tokens", 5, "ranks:recipe", 140, "SageMaker SMP's own measurement, by our recipe"),
-    Item("scaling", 5, "ranks:scaling", 80, "1, 2, 4, 8 devices beside bare FSDP2"),
+    Item("experts", 5, "nccl_ranks:experts", 60, "experts on several NCCL ranks equal CPU ranks"),
+    Item("communicators", 5, "ranks:memory", 150, "what communicators take of a device, phase by phase"),
+    Item("first window", 5, "ranks:first_window", 120, "replicas that differ in the first window equal CPU ranks"),
+    Item("endings", 5, "ranks:endings", 150, "a rank that goes apart, is killed or stopped: all end, it is named"),
+    Item("symmetric memory", 5, "ranks:symmetric", 60, "NCCL's symmetric memory gives the same losses"),
+    Item("8B at 16,384 tokens", 6, "ranks:recipe", 280, "SageMaker SMP's own measurement, by our recipe"),
+    Item("scaling", 6, "ranks:scaling", 200, "1, 2, 4, 8 devices beside bare FSDP2"),
 )  # fmt: skip
 
 # One device cannot show these.

@@ -15,8 +15,8 @@ PAGE, README = ROOT / "docs" / "gpu.md", ROOT / "README.md"
 BEGIN, END = "<!-- from benchmarks/results/gpu -->\n", "<!-- end of GPU results -->"
 _HOW = """\
 `make gpu-check` runs the items below, each in a process and with a limit of its own, and writes a line for each to
-`benchmarks/results/gpu/`. Parts 1 to 4 take the first CUDA device; `make gpu-check RANKS=8` runs parts 4 and 5 on eight
-devices of a host. `python benchmarks/gpu/run.py --part 1` (2 to 5) runs a part, at most nine minutes; `--dry` rehearses
+`benchmarks/results/gpu/`. Parts 1 to 4 take the first CUDA device; `make gpu-check RANKS=8` runs parts 4 to 6 on eight
+devices of a host. `python benchmarks/gpu/run.py --part 1` (2 to 6) runs a part, at most nine minutes; `--dry` rehearses
 on a CPU, where figures mean nothing. Without a GPU, tests play streams and the caching allocator
 (`tests/core/test_streams.py`), interpret and compile Triton's kernels, and check the shapes that flash attention and
 FP8 products are called with."""

@@ -1,5 +1,5 @@
-"""Part 5: several devices with an NCCL rank each. `make gpu-check RANKS=8` runs the items, each case in processes of
-its own; one case by itself, as a user starts it:
+"""Parts 5 and 6: several devices with an NCCL rank each. `make gpu-check RANKS=8` runs the items, each case in
+processes of its own; one case by itself, as a user starts it:
 
     torchrun --nproc-per-node 8 benchmarks/gpu/ranks.py memory "one partition group"
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.gpu.items import Rows  # noqa: E402
+from benchmarks.gpu.items import ITEMS, Rows  # noqa: E402
 
 if TYPE_CHECKING:
     from benchmarks.gpu.device import Device
@@ -53,9 +53,11 @@ HOPS: dict[str, dict[str, Any]] = {
 }
 # float64 on both sides; sums in another order, or in half precision.
 EXACT, LOOSE = 1e-7, 0.02
+# float32 on both sides, sums in another order.
+ROUNDED = 1e-5
 ENDINGS = ("apart", "killed", "stopped")
-# Seconds: what collectives have, what a case has beside that, and what its start takes at most.
-TIMEOUT, LIMIT = 20.0, 100.0
+# Seconds that collectives have; fewer where they are to run out.
+TIMEOUT, SOON = 20.0, 10.0
 
 
 # In the item's process: rows, and the ranks of each
@@ -63,12 +65,12 @@ TIMEOUT, LIMIT = 20.0, 100.0
 
 def memory(on: Device) -> Rows:
     for name in MEMORY:
-        yield name, partial(_figures, on, "memory", name)
+        yield name, partial(_figures, on, "memory", name, cases=len(MEMORY))
 
 
 def first_window(on: Device) -> Rows:
     for name in HOPS:
-        yield name, partial(_figures, on, "first_window", name)
+        yield name, partial(_figures, on, "first_window", name, cases=len(HOPS))
 
 
 def endings(on: Device) -> Rows:
@@ -77,14 +79,13 @@ def endings(on: Device) -> Rows:
 
 
 def symmetric(on: Device) -> Rows:
-    yield "the same bits with and without", partial(_figures, on, "symmetric", "")
+    yield "the same losses with and without", partial(_figures, on, "symmetric", "")
 
 
 def scaling(on: Device) -> Rows:
-    count = 1
-    while count <= _count(on):
-        yield f"{count} devices", partial(_figures, on, "scaling", "", ranks=count)
-        count *= 2
+    counts = [count for count in (1, 2, 4, 8) if count <= _count(on)]
+    for count in counts:
+        yield f"{count} devices", partial(_figures, on, "scaling", "", cases=len(counts), ranks=count)
 
 
 def recipe(on: Device) -> Rows:
@@ -94,15 +95,20 @@ def recipe(on: Device) -> Rows:
 
 
 def _samples_per_second(on: Device, walk: str, published: float) -> dict[str, Any]:
+    from benchmarks.gpu.device import NotHere
+
     if on.rehearsal:
         options = ["--tiny", "--steps", "4"]
     else:
         on.needs(fp8=walk == "fp8")
+        if _count(on) != 8:
+            raise NotHere("eight devices")
         options = ["--batch", "4", "--steps", "12"]
-    ended = _run(on, ["examples/recipes/llama_8b_16k.py", "--walk", walk, *options], _count(on))
+    arguments = ["examples/recipes/llama_8b_16k.py", "--walk", walk, *options]
+    ended = _run(arguments, _count(on), _limit(on, "recipe", 2))
     found = re.search(r"([\d.]+) samples/s at the end", ended.said)
     if found is None:
-        raise RuntimeError(f"statuses {ended.statuses}: {ended.said.strip().splitlines()[-1:]}")
+        raise RuntimeError(ended.without_figures)
     return {"samples/s": float(found[1]), "SMP published, on one p5": published}
 
 
@@ -120,6 +126,16 @@ class Ended:
     said: str
     seconds: float
 
+    @property
+    def without_figures(self) -> str:
+        return f"statuses {self.statuses} after {self.seconds:.0f} s: {' | '.join(self.said.strip().splitlines()[-4:])}"
+
+
+def _limit(on: Device, function: str, cases: int) -> float:
+    """Return the seconds that one of the cases has, of the item's: one that hangs leaves the others theirs."""
+    [item] = (item for item in ITEMS if item.where == f"ranks:{function}")
+    return 0.95 * item.limit / cases * (10 if on.rehearsal else 1)  # a busy CPU is no device
+
 
 def _count(on: Device) -> int:
     if on.rehearsal:
@@ -127,16 +143,16 @@ def _count(on: Device) -> int:
     return int(os.environ.get("RANKS") or torch.cuda.device_count())
 
 
-def _figures(on: Device, item: str, name: str, ranks: int | None = None) -> dict[str, Any]:
-    ended = _started(on, item, name, ranks)
+def _figures(on: Device, item: str, name: str, cases: int = 1, ranks: int | None = None) -> dict[str, Any]:
+    ended = _started(on, item, name, cases, ranks)
     if ended.figures is None:
-        raise RuntimeError(f"statuses {ended.statuses}: {ended.said.strip().splitlines()[-1:]}")
+        raise RuntimeError(ended.without_figures)
     return ended.figures
 
 
 def _ending(on: Device, name: str) -> dict[str, Any]:
     """Judge a world in which rank 1 goes another way, or is lost: all end, and somebody says why."""
-    ended = _started(on, "endings", name)
+    ended = _started(on, "endings", name, len(ENDINGS))
     named = {"apart": "rank 1: all_gather of 'right.0'", "killed": "rank 1 was lost", "stopped": "rank 1 was lost"}[
         name
     ]
@@ -145,8 +161,8 @@ def _ending(on: Device, name: str) -> dict[str, Any]:
     return {"ok": ok, "named": named in ended.said, "statuses": ended.statuses, "until all ended": ended.seconds}
 
 
-def _started(on: Device, item: str, name: str, ranks: int | None = None) -> Ended:
-    """Start the ranks of a case and wait until they have ended, but a stopped one."""
+def _started(on: Device, item: str, name: str, cases: int, ranks: int | None = None) -> Ended:
+    """Start the ranks of one of an item's cases and wait until they have ended, but a stopped one."""
     from benchmarks.gpu.device import NotHere
 
     count = ranks or _count(on)
@@ -155,49 +171,44 @@ def _started(on: Device, item: str, name: str, ranks: int | None = None) -> Ende
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures")
         arguments = [__file__, item, name, "--device", on.device.type, "--out", str(out)]
-        ended = _run(on, arguments, count, without=1 if name == "stopped" else None)
+        ended = _run(arguments, count, _limit(on, item, cases), without=1 if name == "stopped" else None)
         figures = json.loads(out.read_text()) if out.exists() else None
         return replace(ended, figures=figures)
 
 
-def _run(on: Device, arguments: list[str], count: int, without: int | None = None) -> Ended:
+def _run(arguments: list[str], count: int, limit: float, without: int | None = None) -> Ended:
     """Run a program on ranks of this host, and wait for all of them but one."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        said, command = Path(folder, "said"), [sys.executable, *arguments]
-        world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-        environment = {**os.environ, **world, "MASTER_PORT": str(port)}
-        began = time.perf_counter()
-        with said.open("wb") as file:
-            # In this process's group, which ends with its limit.
-            children = [
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment, "RANK": f"{r}", "LOCAL_RANK": f"{r}"},
-                    stdout=file,
-                    stderr=file,
-                )
-                for r in range(count)
-            ]
-        statuses = _awaited(children, LIMIT * (10 if on.rehearsal else 1), without)
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    # Of torch's watchdog over NCCL: the seconds until it ends a process, and whether it does so where a device stops.
+    watchdog = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    environment = {**os.environ, **world, **watchdog, "MASTER_PORT": str(port)}
+    began, children = time.perf_counter(), []
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        try:
+            for rank in range(count):  # in this process's group, which ends with its limit
+                own = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+                command = [sys.executable, *arguments]
+                children.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=said, stderr=said))
+            _await_all(children, limit, without)
+            statuses = [child.poll() for child in children]
+        finally:
+            for child in children:
+                child.kill()  # a stopped one too
+                child.wait()
         seconds = time.perf_counter() - began
-        return Ended(None, statuses, said.read_text(errors="replace"), seconds)
+        said.seek(0)
+        return Ended(None, statuses, said.read(), seconds)
 
 
-def _awaited(children: list[subprocess.Popen[bytes]], limit: float, without: int | None) -> list[int | None]:
-    """Wait for all but one; end what is left. Returns exit statuses; None: ended here."""
+def _await_all(children: list[subprocess.Popen[bytes]], limit: float, without: int | None) -> None:
+    """Wait for all but one, to the limit at most."""
     deadline = time.monotonic() + limit
     waited = [child for rank, child in enumerate(children) if rank != without]
     while any(child.poll() is None for child in waited) and time.monotonic() < deadline:
         time.sleep(0.05)
-    statuses = [child.poll() for child in children]
-    for child in children:
-        child.kill()  # a stopped one too
-        child.wait()
-    return statuses
 
 
 # In a rank's process
@@ -217,7 +228,8 @@ class Here:
 
     @property
     def per_node(self) -> int:
-        return max(1, self.world // 2)
+        """The most that divide the ranks into two nodes or more; of one rank, itself."""
+        return max(count for count in (1, *range(1, self.world // 2 + 1)) if self.world % count == 0)
 
     def topology(self) -> Any:
         from smp_core.topology import Topology
@@ -228,14 +240,14 @@ class Here:
         degree = given["shard_degree"]
         return {**given, "shard_degree": self.per_node if degree == HALF else degree}
 
-    def begin(self, *, with_cpu: bool = False) -> None:
+    def begin(self, *, with_cpu: bool = False, timeout: float = TIMEOUT) -> None:
         """Make the world: bound to the device as under Lightning, or with gloo beside for the CPU."""
         backend, bound = "nccl", None if with_cpu else self.device
         if with_cpu:
             backend = "cpu:gloo,cuda:nccl"
         if self.is_rehearsal:
             backend, bound = "gloo", None
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT), device_id=bound)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound)
 
     def taken_gib(self) -> float:
         """Return what is taken on the device beside torch's own allocator, GiB: the context and NCCL."""
@@ -252,6 +264,9 @@ def _memory(here: Here, name: str) -> dict[str, Any]:
     from smp_core.config import SmpConfig
     from smp_core.entry import build_mesh, parallelize
 
+    # Kernels of the model and of AdamW are loaded on a device once: that is of no communicator.
+    bare = small_llama(here.device)
+    _two_steps(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3), torch.nn.utils.clip_grad_norm_)
     taken = {"context": here.taken_gib()}
     here.begin()
     taken["world"] = here.taken_gib()
@@ -261,14 +276,19 @@ def _memory(here: Here, name: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
     parallel.prepare_optimizer(optimizer)
     taken["model"] = here.taken_gib()
-    for _ in range(2):
-        parallel.module(torch.ones(2, 17, dtype=torch.int64, device=here.device)).backward()
-        parallel.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    _two_steps(parallel.module, optimizer, lambda _, limit: parallel.clip_grad_norm_(limit))
     taken["two steps"] = here.taken_gib()
     each = (taken["two steps"] - taken["context"]) / len(mesh.communicators)
     return {"GiB taken after": taken, "communicators": mesh.communicators, "GiB a communicator": each}
+
+
+def _two_steps(model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[Any, float], Any]) -> None:
+    device = next(model.parameters()).device
+    for _ in range(2):
+        model(torch.ones(2, 17, dtype=torch.int64, device=device)).backward()
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _first_window(here: Here, name: str) -> dict[str, Any]:
@@ -276,7 +296,9 @@ def _first_window(here: Here, name: str) -> dict[str, Any]:
     here.begin(with_cpu=True)
     knobs = here.knobs(HOPS[name])
     expected, found = (_branching(here, knobs, device) for device in (torch.device("cpu"), here.device))
-    off = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    off = torch.tensor(max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)))
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)
+    off = off.item()
     return {"ok": off <= (LOOSE if name == "bfloat16" else EXACT), "losses off": off}
 
 
@@ -307,11 +329,12 @@ def _endings(here: Here, name: str) -> dict[str, Any]:
     """Lose rank 1 in the third step, or let it call other units than the ranks that share parameters with it."""
     from smp_core.config import SmpConfig
     from smp_core.entry import parallelize
-    from smp_core.watch import watch_ranks
+    from smp_core.watch import rank_watch
     from tests.core.branching import Branching, batch_of, loss_of
 
-    here.begin()
-    watch_ranks(timedelta(seconds=TIMEOUT))
+    here.begin(timeout=SOON)
+    rank_watch._LOOK_EVERY = 4  # two seconds instead of twenty
+    rank_watch.watch_ranks(timedelta(seconds=SOON))
     torch.manual_seed(0)
     asked = SmpConfig(units=["Block"], shard_degree=WORLD)
     parallel = parallelize(Branching().to(here.device), asked, device=here.device, topology=here.topology())
@@ -335,10 +358,11 @@ def _symmetric(here: Here, _: str) -> dict[str, Any]:
     for on in (False, not here.is_rehearsal):
         knobs = {"shard_degree": here.per_node, "collectives": {"hierarchical": False, "symmetric_memory": on}}
         began = time.perf_counter()
-        found.append(train(knobs, here.device, topology=here.topology(), rank=here.rank))
+        # In float32, which NVLink switches add up too: in another order, so that last bits differ.
+        found.append(train(knobs, here.device, dtype=torch.float32, topology=here.topology(), rank=here.rank))
         seconds.append(time.perf_counter() - began)
-    same = all(torch.equal(value, found[1].parameters[name]) for name, value in found[0].parameters.items())
-    return {"ok": same and found[0].losses == found[1].losses, "seconds without, with": seconds}
+    losses, weights = found[0].off(found[1])
+    return {"ok": losses <= ROUNDED, "losses off": losses, "weights off": weights, "seconds without, with": seconds}
 
 
 def _scaling(here: Here, _: str) -> dict[str, Any]:

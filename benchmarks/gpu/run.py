@@ -1,7 +1,7 @@
 """Check the CUDA paths on one GPU: right, fast, and in how much memory. `make gpu-check` runs everything.
 
-    python benchmarks/gpu/run.py [--part 1|2|3|4|5] [--only ITEM ...] [--again] [--out FILE]
-    python benchmarks/gpu/run.py --ranks 8 # what takes several devices: parts 4 and 5
+    python benchmarks/gpu/run.py [--part 1|2|3|4|5|6] [--only ITEM ...] [--again] [--out FILE]
+    python benchmarks/gpu/run.py --ranks 8 # what takes several devices: parts 4 to 6
     python benchmarks/gpu/run.py --dry     # a rehearsal on the CPU: everything is imported, built and run, tiny
     python benchmarks/gpu/run.py --page    # write docs/gpu.md from the results
 
@@ -14,6 +14,7 @@ item is marked "not run: no device". The status is 1 if something is wrong or br
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -104,6 +105,8 @@ def in_a_process(arguments: list[str], limit: float) -> tuple[list[dict[str, Any
                 print("   ", _short(rows[-1]), flush=True)
         status = child.wait()
         timer.cancel()
+        with contextlib.suppress(ProcessLookupError):  # ranks that it left
+            os.killpg(child.pid, signal.SIGKILL)
         errors.seek(0)
         said = errors.read().strip().splitlines()
     if late.is_set():
@@ -135,7 +138,7 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
     found = []
     for item in items:
         before = known.items.get(item.name)
-        if before is not None and before["state"] == "done" and not again:
+        if before is not None and _is_done(before) and not again:
             found.append(before)
             print(f"{item.name}: done before")
             continue
@@ -155,16 +158,22 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
     return found
 
 
+def _is_done(line: dict[str, Any]) -> bool:
+    """Return whether an item found something before: where no row could be run, another machine may."""
+    return line["state"] == "done" and any("not_run" not in row for row in line["rows"])
+
+
 def _slug(here: dict[str, Any] | None) -> str:
     if here is None:
         return "no-device"
-    return re.sub(r"[^a-z0-9.]+", "-", f"{here['device']} torch {here['torch']}".lower())
+    count = f"{here['devices']} " if "devices" in here else ""
+    return re.sub(r"[^a-z0-9.]+", "-", f"{count}{here['device']} torch {here['torch']}".lower())
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=PARTS, help="a part of it, at most nine minutes; default all")
-    parser.add_argument("--ranks", type=int, help="parts 4 and 5 only, with so many devices of this host")
+    parser.add_argument("--ranks", type=int, help="parts 4 to 6 only, with so many devices of this host")
     parser.add_argument("--only", nargs="+", choices=[item.name for item in ITEMS], metavar="ITEM")
     parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU; figures mean nothing")
     parser.add_argument("--again", action="store_true", help="also what has been done before")
@@ -188,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = tuple(PARTS) if flags.part is None else (flags.part,)
     if flags.ranks is not None:
         os.environ["RANKS"] = str(flags.ranks)  # for the items' processes
-        parts = (4, 5)
+        parts = (4, 5, 6)
     chosen = [item for item in ITEMS if item.part in parts and (flags.only is None or item.name in flags.only)]
     found = run(chosen, flags.out, dry=flags.dry, again=flags.again)
     wrong = [line["item"] for line in found if page.is_wrong(line)]

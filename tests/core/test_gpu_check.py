@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,9 @@ def test_every_item_has_rows_and_every_row_knobs_that_there_are() -> None:
     here = ranks.Here(0, 8, torch.device("cpu"))
     for knobs in (*ranks.MEMORY.values(), *ranks.HOPS.values()):
         SmpConfig(**here.knobs(knobs))
+    for count in range(1, 9):
+        topology = ranks.Here(0, count, torch.device("cpu")).topology()
+        assert topology.world_size == count and (count == 1 or topology.num_nodes > 1)
 
 
 class Broken(Item):
@@ -84,12 +90,30 @@ def test_rows_before_a_crash_count(program: str, limit: float, state: str) -> No
     assert seen == state and rows == ([{"row": "one"}] if ROW in program else [])
 
 
+def test_a_crash_leaves_no_ranks_behind() -> None:
+    program = """if True:
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+        print('ROW {"row": %d}' % child.pid, flush=True)
+        os.abort()"""
+    [row], state = run.in_a_process(["-c", program], 600.0)
+    assert state.startswith("died"), state
+    stat = Path("/proc", str(row["row"]), "stat")
+    for _ in range(100):  # a process that is killed takes a moment to end
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(row["row"], signal.SIGKILL)
+    pytest.fail("a rank that holds a device is left")
+
+
 def answers(machine: dict[str, Any] | None, asked: list[str]) -> Callable[..., Any]:
     def in_a_process(arguments: list[str], limit: float) -> Any:
         if "--machine" in arguments:
             return [{"row": "machine", "machine": machine}], "done"
         asked.append(arguments[2])
-        return [{"row": "r", "ok": True}], "out of time" if arguments[2] == "casts" else "done"
+        row = {"row": "r", "not_run": "a second device"} if arguments[2] == "flash" else {"row": "r", "ok": True}
+        return [row], "out of time" if arguments[2] == "casts" else "done"
 
     return in_a_process
 
@@ -104,7 +128,8 @@ def test_without_a_device_every_item_is_marked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_further_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was done is not done again, what ran out of time is; a file belongs to one machine."""
+    """What was done is not done again, what ran out of time or found nothing to run on is; a file belongs to one
+    machine."""
     monkeypatch.setattr(run, "in_a_process", answers(HERE, asked := []))
     arguments = ["--part", "1", "--only", "kernels", "casts", "--out", str(tmp_path / "a.jsonl")]
     assert run.main(arguments) == 1 and asked == ["kernels", "casts"]
@@ -112,8 +137,11 @@ def test_a_further_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked[2:] == ["casts", "codecs"]
     run.main([*arguments, "--again"])
     assert asked[4:] == ["kernels", "casts"]
+    for _ in range(2):
+        run.main([*arguments[2:], "--only", "flash"])
+    assert asked[6:] == ["flash", "flash"]
     states = {name: line["state"] for name, line in page.read(tmp_path / "a.jsonl").items.items()}
-    assert states == {"kernels": "done", "casts": "out of time", "codecs": "done"}
+    assert states == {"kernels": "done", "casts": "out of time", "codecs": "done", "flash": "done"}
     monkeypatch.setattr(run, "in_a_process", answers({**HERE, "device": "GPU B"}, asked))
     with pytest.raises(SystemExit, match="another machine"):
         run.main(arguments)
@@ -121,6 +149,7 @@ def test_a_further_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_results_have_files_by_device_and_torch() -> None:
     assert run._slug({"device": "NVIDIA H100 80GB", "torch": "2.11.0+cu130"}) == "nvidia-h100-80gb-torch-2.11.0-cu130"
+    assert run._slug({"devices": 8, "device": "NVIDIA H100", "torch": "2.11.0"}) == "8-nvidia-h100-torch-2.11.0"
 
 
 # The page
@@ -190,7 +219,7 @@ def test_a_world_that_says_nothing_is_no_result(on: Device, monkeypatch: pytest.
     ended = ranks.Ended(None, [1, 0], "Traceback\nKeyError: 5", 1.0)
     monkeypatch.setattr(ranks, "_started", lambda *_: ended)
     [(_, work), *_] = ranks.memory(on)
-    with pytest.raises(RuntimeError, match=r"statuses \[1, 0\]: \['KeyError: 5'\]"):
+    with pytest.raises(RuntimeError, match=r"statuses \[1, 0\] after 1 s: Traceback \| KeyError: 5"):
         work()
     assert [work()["ok"] for _, work in ranks.endings(on)] == [False] * 3
 
