@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from smp_core.cluster import PARTITION, Axis, SmpMesh
+from smp_core.cluster import PARTITION, Axis, Layout, SmpMesh
 from smp_core.comm import IssuedCollectives, first_to_differ
 from smp_core.torch_facts import streams
 from smp_core.watch import here, ranks_in_words
@@ -142,7 +142,8 @@ class LeftToDevice:
     of it unless the device stops there: each step leaves one."""
 
     issued: IssuedCollectives
-    mesh: SmpMesh
+    layout: Layout
+    rank: int
     record: WindowRecord
 
     def told(self) -> Sequence[object]:
@@ -155,15 +156,15 @@ class LeftToDevice:
 
     def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
         # Ranks of one replica issue the same; all ranks are in the same window and train the same.
-        in_replica = {rank: each for rank, each in summaries.items() if each[1] == self.mesh.replicate_rank}
+        in_replica = {rank: each for rank, each in summaries.items() if each[1] == self.record.replica}
         of_all = {rank: (window, trained) for rank, (window, _, _, trained) in summaries.items()}
         found = _alike(in_replica)
         return found if len(found) > 1 else _alike(of_all)
 
     def ranks(self) -> Iterable[int]:
         # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
-        layout, own = self.mesh.layout, self.mesh.rank
-        return {*layout.ranks(own, *PARTITION, Axis.TENSOR), *layout.ranks(own, Axis.REPLICATE)}
+        beside, in_place = (*PARTITION, Axis.TENSOR), (Axis.REPLICATE,)
+        return {*self.layout.ranks(self.rank, *beside), *self.layout.ranks(self.rank, *in_place)}
 
     def difference(self, by_rank: Mapping[int, Sequence[object]]) -> str:
         told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
@@ -181,7 +182,7 @@ def _alike(by_rank: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
 def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]) -> None:
     """Keep what this rank would say of the window, in case the device stops at it."""
     record = WindowRecord(issued.windows, mesh.replicate_rank, *issued.recent(), trained)
-    here.keep_window(LeftToDevice(issued, mesh, record))
+    here.keep_window(LeftToDevice(issued, mesh.layout, mesh.rank, record))
 
 
 def difference_in_words(
