@@ -309,3 +309,23 @@ def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_other
     assert all("timeout=0.2 seconds are over" in text for text, _ in survivors)
     named = [text for text, _ in survivors if f"rank {lost} was lost" in text]
     assert named and (lost == 0 or "it was in optimizer step 7" in named[0])
+
+
+def keepers_write_down() -> bool | None:
+    """Whether this rank's board says who is lost, once rank 0's does; None: it keeps none. Nobody ends."""
+    with mock.patch.object(rank_watch, "_LOOK_EVERY", 8):
+        watching, rank = watch(), dist.get_rank()
+        silence_rank_2(watching, rank)
+        [own] = [board for board in watching.boards if board.keeper == rank] or [None]
+        deadline = time.monotonic() + LONG.total_seconds()
+        while own is not None and own.get("lost") is None and time.monotonic() < deadline:
+            time.sleep(INTERVAL)
+        found = None if own is None else bool(own.get("lost"))
+        dist.monitored_barrier(timeout=LONG)
+    leave(watching)
+    return found
+
+
+def test_every_keeper_writes_down_who_is_lost() -> None:
+    """Where the one that says it ends first, the others do not begin to look anew."""
+    assert run_ranks(keepers_write_down, 4) == [True, None, None, True]
