@@ -16,7 +16,8 @@ TOLERANCE = 2e-3
 
 def losses(script: Path, ranks: int | None) -> list[float]:
     """Run a script in its folder on so many ranks, two of which pose as a node."""
-    done = run_script([script], nproc=ranks, env={"SMP_RANKS_PER_NODE": "2"}, cwd=script.parent)
+    environment = {"SMP_RANKS_PER_NODE": "2" if ranks else None, "PYTHONPATH": str(ROOT)}
+    done = run_script([script], nproc=ranks, env=environment, cwd=script.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(found) for found in re.findall(r"^(?:\{'loss': '|loss )([0-9.]+)", done.stdout, re.MULTILINE)]
 
