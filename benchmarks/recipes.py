@@ -82,6 +82,7 @@ ROWS = (
     Row("GPT-2 30B, 512 tokens", "gpt2_30b_mics"),
     Row("GPT-2 30B, 2,048 tokens", "gpt2_30b_mics", lambda m: m.ON_32, cluster="32xp4d"),
     Row("Qwen3 8B, all weights", "qwen3_8b_finetune"),
+    Row("Qwen3 8B, adapters of rank 16", "qwen3_8b_finetune", model="qwen3-8b+lora:16"),
     Row("Llama 3 70B in three dimensions", "llama_70b_3d", more={"shard_degree": 4}),
     Row("ViT of 1.1 billion, three views", "vision_ema", model="vision_ema:planned"),
     Row("Llama 3.2 1B, Accelerate and YAML", "plain_accelerate", _of_plain, cluster="1xp5"),
