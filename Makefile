@@ -30,7 +30,7 @@ venv: $(STAMP) ## create or reuse .venv with everything installed
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "could not create $(VENV): install the venv module of your python3 (Debian and Ubuntu: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[all]"
 	@touch $@
 
 demo: $(STAMP) ## train a GPT-2 on four ranks that pose as two nodes, about two minutes

@@ -341,6 +341,7 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 
 _DEGREE = read.integer(1)
+_ELEMENTS = read.number(1.0, include_lowest=True)  # SMP's and DeepSpeed's pages write 5e8
 _FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
     "fp8_amax_history_len": ("amax_history_len", _DEGREE),
     "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
@@ -383,11 +384,11 @@ SMP_OPTIONS: dict[str, Handler] = {
     "skip_tracing": _no_effect(_boolean, "the model is not traced"),
     "delayed_parameter_initialization": _knob("delayed_init", _boolean),
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
-    "sdp_reduce_bucket_size": _no_effect(_DEGREE, _UNIT),
+    "sdp_reduce_bucket_size": _no_effect(_ELEMENTS, _UNIT),
     "sdp_param_persistence_threshold": _no_effect(
         read.integer(0), "every parameter is sharded, except 0-d ones; small ones travel with their unit"
     ),
-    "sdp_max_live_parameters": _no_effect(_DEGREE, _UNIT),
+    "sdp_max_live_parameters": _no_effect(_ELEMENTS, _UNIT),
     "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _boolean),
     "sdp_gradient_clipping": _gradient_clipping,
     "ddp_dist_backend": _no_effect(

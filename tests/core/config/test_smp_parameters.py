@@ -39,7 +39,7 @@ DOCUMENTED: dict[str, Any] = {
     "skip_tracing": True,
     "delayed_parameter_initialization": True,
     "sharded_data_parallel_degree": 16,
-    "sdp_reduce_bucket_size": 500_000_000,
+    "sdp_reduce_bucket_size": 5e8,
     "sdp_param_persistence_threshold": 1_000_000,
     "sdp_max_live_parameters": 1_000_000_000,
     "sdp_hierarchical_allgather": True,

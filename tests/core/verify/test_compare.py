@@ -149,6 +149,14 @@ def test_a_difference_is_found_with_its_place_and_cause(
     assert "PARTS from one process" in str(Report([found]))
 
 
+def test_samples_that_are_equal_in_the_data_are_read_by_several_ranks() -> None:
+    ranks, alone = [a_record(rank, 2) for rank in range(2)], a_record(0, 1)
+    for record in ranks:
+        record.samples = [["a"]]
+    alone.samples, alone.natural = [["a", "a"]], ["a", "a"]
+    assert compare("2 ranks", ranks, alone, FLOAT64).agrees
+
+
 def test_the_earliest_step_counts() -> None:
     """A loss of step 2 comes before gradients in the table, and behind those of step 1 in time."""
 
