@@ -98,12 +98,22 @@ def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[st
         plan_of(model(), **{"expert_parallel_degree": 2, **knobs})
 
 
-def test_adapters_of_experts_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("knobs", "merged", "message"),
+    [
+        ({"tensor_parallel_degree": 2, "shard_degree": 4}, False, "not built together with tensor_parallel_degree"),
+        ({"fp8": True}, False, "not built together with fp8"),
+        ({}, True, r"are merged into its weights \(call unmerge_adapter\(\) first\)"),
+    ],
+)
+def test_adapters_of_experts_are_refused_with_what_to_write(knobs: dict[str, Any], merged: bool, message: str) -> None:
     pytest.importorskip("peft")
-    with pytest.raises(
-        ValueError, match=r"adapters of MixtralExperts .*target_parameters.*write expert_parallel_degree=1"
-    ):
-        plan_of(adapted(["q_proj"], ["mlp.experts.down_proj"]), expert_parallel_degree=2)
+    model: Any = adapted(["q_proj"], ["mlp.experts.down_proj"])
+    assert plan_of(model, expert_parallel_degree=2).knobs.expert_parallel_degree == 2
+    if merged:
+        model.merge_adapter()
+    with pytest.raises(ValueError, match=f"adapters of MixtralExperts .*{message}.*write expert_parallel_degree=1"):
+        plan_of(model, **{"expert_parallel_degree": 2, **knobs})
 
 
 def test_experts_without_parameters_of_their_own_are_refused() -> None:
