@@ -169,23 +169,26 @@ def _of_own_experts(parameter: DTensor) -> torch.Tensor:
 def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> None:
     """Add their part of PEFT's adapters to the weights of this rank's experts. Adapters are of all experts, and
     gathered with the layer around: a rank's gradients are zero for experts of others, and FSDP2 adds them up."""
-    for adapter in adapters:
-        if adapter.disable_adapters:
-            continue
+    for adapter, active in _active(adapters):
         name = adapter.parameter_name
-        for active in adapter.active_adapters:
-            if active in adapter.lora_A:
-                left, right, scale = adapter.get_delta_factors(active)
-                left, right = left.narrow(0, first, experts), right.narrow(0, first, experts)
-                with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
-                    module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
+        left, right, scale = adapter.get_delta_factors(active)
+        left, right = left.narrow(0, first, experts), right.narrow(0, first, experts)
+        with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
+            module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
+
+
+def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the adapters that take part in a forward, each with the name that PEFT has it by."""
+    for adapter in adapters:
+        if not adapter.disable_adapters:
+            yield from ((adapter, name) for name in adapter.active_adapters if name in adapter.lora_A)
 
 
 def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
     exchanges like that of the others."""
     own = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters(recurse=False)]
-    for adapter in adapters:
-        own += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
+    for adapter, active in _active(adapters):
+        own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]
     firsts = [parameter.reshape(-1)[:1].sum() for parameter in own]
     return torch.stack(firsts).sum() * 0
