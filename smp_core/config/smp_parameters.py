@@ -301,6 +301,45 @@ def _passes(option: str, value: Any, options: Mapping[str, Any], to: Translation
     to.without_effect(option, value, "each backward pass ends a window unless accumulate_grad_batches says otherwise")
 
 
+def _smp_moe(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    if _boolean(option, value) and "moe_load_balancing" not in options:
+        to.warnings.append(
+            "SMP routes tokens by 'sinkhorn' unless moe_load_balancing says otherwise; here the model's own router does"
+        )
+    to.without_effect(option, value, "experts stay the model's own modules; expert_parallel_degree divides them")
+
+
+def _moe_load_balancing(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    kind = _MOE_BALANCING(option, value)
+    if kind == "none":
+        to.without_effect(option, value, "a model has an auxiliary loss only with config.output_router_logits=True")
+        return
+    if kind != "aux_loss":
+        raise ValueError(
+            f"{option}={value!r} gives tokens to other experts than the model's own router chooses, which changes what "
+            'the model computes; remove it and write router_balance="global" with model.config.output_router_logits='
+            "True (an auxiliary loss), or router_bias_update_rate=0.001 for routers with a bias like DeepSeek-V3's"
+        )
+    to.set(
+        option, value, "router_balance", "global", "the loss is the model's own: model.config.output_router_logits=True"
+    )
+
+
+def _moe_coefficient(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    number = read.number(0.0, include_lowest=True)(option, value)
+    balancing = "moe_load_balancing"
+    is_auxiliary = option == "moe_aux_loss_coeff"
+    has_loss = not is_auxiliary or _MOE_BALANCING(balancing, options.get(balancing, "sinkhorn")) == "aux_loss"
+    if number and has_loss:
+        loss = (
+            f"model.config.router_aux_loss_coef={number:g}"
+            if is_auxiliary
+            else f"loss = loss + {number:g} * router_logits.logsumexp(-1).square().mean() for each router"
+        )
+        raise ValueError(f"{option}={value!r} is a matter of the model's loss here; remove it and write {loss}")
+    to.without_effect(option, value, "no such loss is added to the model's own")
+
+
 def _sharding_strategy(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     """Refuse what is an argument of the translation, beside the block."""
     raise ValueError(
@@ -342,6 +381,7 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 _DEGREE = read.integer(1)
 _ELEMENTS = read.number(1.0, include_lowest=True)  # SMP's and DeepSpeed's pages write 5e8
+_MOE_BALANCING = read.word("aux_loss", "none", "sinkhorn", "balanced")
 _FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
     "fp8_amax_history_len": ("amax_history_len", _DEGREE),
     "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
@@ -454,5 +494,11 @@ SMP_OPTIONS: dict[str, Handler] = {
         "experts are sharded like every other layer",
         "no layer is exchanged for one of SMP's: remove it; models with experts train as they are",
     ),
+    "smp_moe": _smp_moe,
+    "moe_load_balancing": _moe_load_balancing,
+    "global_token_shuffle": _no_effect(_boolean, "no token is dropped, whichever rank it comes from"),
+    "moe_all_to_all_dispatcher": _no_effect(_boolean, "tokens go to their experts by all-to-all, same results"),
+    "moe_aux_loss_coeff": _moe_coefficient,
+    "moe_z_loss_coeff": _moe_coefficient,
     "delayed_param": _knob("delayed_init", _boolean),
 }

@@ -29,9 +29,11 @@ class Dispatch(Protocol):
 
     Attributes:
         degree: D.
+        rank: this one's place among the D ranks, whose experts are in the order of ranks.
     """
 
     degree: int
+    rank: int
 
     def __call__(
         self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts
@@ -51,7 +53,7 @@ class FlatDispatch:
 
     def __init__(self, group: dist.ProcessGroup, meter: CommMeter) -> None:
         self._all = Exchange(group, meter)
-        self.degree = self._all.degree
+        self.degree, self.rank = self._all.degree, self._all.rank
 
     def __call__(
         self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts
@@ -88,6 +90,7 @@ class TwoHopDispatch:
     def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup, meter: CommMeter) -> None:
         self._inside, self._across = Exchange(inside, meter), Exchange(across, meter)
         self.degree = self._inside.degree * self._across.degree
+        self.rank = self._across.rank * self._inside.degree + self._inside.rank
 
     def __call__(
         self, tokens_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, n_experts: int, run: Experts

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from smp_core.activations import SENDS
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
-from smp_core.plan import ExpertShape, Plan
+from smp_core.plan import ExpertShape, Plan, adapters_of
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,13 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
             dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
             dealt.__dict__.update(whole.__dict__)
             setattr(module, name, dealt)
+        adapters = adapters_of(model, site.name)
+        for adapter in adapters:
+            adapter.forward = functools.partial(_call_base, adapter)
         own_forward = functools.partial(type(module).forward, module)
         inner = vars(module).get("forward") or own_forward
         setattr(module, SENDS, True)
-        module.forward = _dispatching(module, inner, inspect.signature(own_forward), dispatch, site.experts)
+        module.forward = _dispatching(module, inner, inspect.signature(own_forward), dispatch, site.experts, adapters)
     return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["rest"])
 
 
@@ -101,16 +104,28 @@ def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(own, over, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def _call_base(adapter: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call what an adapter is around: where the experts are, their weights are adapted."""
+    return adapter.base_layer(*args, **kwargs)
+
+
 def _dispatching(
-    module: Any, inner: Callable[..., torch.Tensor], signature: inspect.Signature, dispatch: Dispatch, experts: int
+    module: Any,
+    inner: Callable[..., torch.Tensor],
+    signature: inspect.Signature,
+    dispatch: Dispatch,
+    experts: int,
+    adapters: Sequence[Any],
 ) -> Callable[..., torch.Tensor]:
     """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
     local_experts = experts // dispatch.degree
+    first = dispatch.rank * local_experts
 
     def run(rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with _local(module, local_experts):
             if not rows_RH.shape[0]:
-                return rows_RH + _nothing_of(module)
+                return rows_RH + _nothing_of(module, adapters)
+            _adapt(module, adapters, first, local_experts)
             alone_R1 = expert_R[:, None]
             return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
 
@@ -151,9 +166,29 @@ def _of_own_experts(parameter: DTensor) -> torch.Tensor:
     return DTensor.from_local(own, parameter.device_mesh[Axis.TENSOR.value], parameter.placements[1:], run_check=False)
 
 
-def _nothing_of(module: nn.Module) -> torch.Tensor:
+def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> None:
+    """Add their part of PEFT's adapters to the weights of this rank's experts. Adapters are of all experts, and
+    gathered with the layer around: a rank's gradients are zero for experts of others, and FSDP2 adds them up."""
+    for adapter, active in _active(adapters):
+        name = adapter.parameter_name
+        left, right, scale = adapter.get_delta_factors(active)
+        left, right = left.narrow(0, first, experts), right.narrow(0, first, experts)
+        with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
+            module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
+
+
+def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the adapters that take part in a forward, each with the name that PEFT has it by."""
+    for adapter in adapters:
+        if not adapter.disable_adapters:
+            yield from ((adapter, name) for name in adapter.active_adapters if name in adapter.lora_A)
+
+
+def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
     exchanges like that of the others."""
     own = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters(recurse=False)]
+    for adapter, active in _active(adapters):
+        own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]
     firsts = [parameter.reshape(-1)[:1].sum() for parameter in own]
     return torch.stack(firsts).sum() * 0

@@ -169,7 +169,10 @@ def _problem(draft: ModelDraft) -> str:
         if site.problem:
             return site.problem
     units = {unit.name for unit in shapes.units.units if unit.parameters}
+    beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(draft)
     for site in shapes.experts:
+        if site.name.rpartition(".")[2] == "base_layer" and beside:
+            return f"adapters of {site.kind} (PEFT's target_parameters) are not built together with {beside}"
         if site.name not in units:
             return f"{site.name} is no unit: it is in units.optional, or shares parameters with another module"
         shared = [name for name in shapes.units.replicated if name.startswith(f"{site.name}.")]

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         name_of as name_of,
     )
     from smp_core.plan.examples import Example as Example, example_of as example_of
-    from smp_core.plan.experts import ExpertShape as ExpertShape, ExpertSite as ExpertSite
+    from smp_core.plan.experts import (
+        ExpertShape as ExpertShape,
+        ExpertSite as ExpertSite,
+        adapters_of as adapters_of,
+    )
     from smp_core.plan.kept_operators import is_kept as is_kept, keep_outputs_of as keep_outputs_of
     from smp_core.plan.memory import (
         GradientBytes as GradientBytes,

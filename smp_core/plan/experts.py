@@ -66,13 +66,28 @@ def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
         if kind in _OTHER_LAYOUTS and not hasattr(module, _MARK):
             found.append(ExpertShape(name, kind, 0, f"{kind} is not of one tensor for all experts of a layer"))
         elif getattr(module, "smp_experts", False) or (hasattr(module, _MARK) and hasattr(module, "num_experts")):
-            problem = _problem(module)
-            if name.rpartition(".")[2] == "base_layer":
-                problem = (
-                    f"adapters of {kind} (PEFT's target_parameters) make its weights anew from those of all experts"
-                )
+            problem = _problem(module) or _problem_of_adapters(kind, adapters_of(model, name))
             found.append(ExpertShape(name, kind, module.num_experts, problem))
     return tuple(found)
+
+
+def adapters_of(model: nn.Module, name: str) -> list[Any]:
+    """Return the modules that PEFT put around the experts of this name, the innermost first."""
+    found = []
+    while name.rpartition(".")[2] == "base_layer":
+        name = name.rpartition(".")[0]
+        found.append(model.get_submodule(name))
+    return found
+
+
+def _problem_of_adapters(kind: str, adapters: list[Any]) -> str:
+    """Return why these adapters cannot stay beside experts that ranks divide; "" if they can."""
+    for adapter in adapters:
+        if not hasattr(adapter, "get_delta_factors"):
+            return f"{type(adapter).__name__} around {kind} is not PEFT's LoRA of a parameter (target_parameters)"
+        if adapter.merged:
+            return f"adapters of {kind} are merged into its weights (call unmerge_adapter() first)"
+    return ""
 
 
 def _problem(module: Any) -> str:

@@ -35,6 +35,11 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
         raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")
     for name, parameter in sharded.items():
         if parameter.device_mesh != first.device_mesh or parameter.placements != first.placements:
+            if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+                raise ValueError(
+                    f"{kind} was split by Transformers' own expert parallelism ({name}); load it without "
+                    f"distributed_config, and write expert_parallel_degree={parameter.device_mesh['ep'].size()}"
+                )
             raise ValueError(
                 f"{kind} is sharded over several meshes ({name} is {parameter.placements} on {parameter.device_mesh}); "
                 "allowed: one for all parameters; with DistributedConfig write fsdp_size and dp_replicate_size only"

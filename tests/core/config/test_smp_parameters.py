@@ -85,6 +85,12 @@ DOCUMENTED: dict[str, Any] = {
     "delayed_param": 1,
     "cp_comm_type": "p2p",
     "moe": 0,
+    "smp_moe": True,
+    "moe_load_balancing": "aux_loss",
+    "global_token_shuffle": False,
+    "moe_all_to_all_dispatcher": True,
+    "moe_aux_loss_coeff": 0.001,
+    "moe_z_loss_coeff": 0.001,
     "sharding_strategy": "hybrid_shard",
 }
 
@@ -95,6 +101,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fp8_amax_compute_algo": {"fp8": 1},
     "microbatches": {"partitions": 2},
     "pipeline": {"partitions": 2},
+    "moe_aux_loss_coeff": {"moe_load_balancing": "aux_loss"},
 }
 
 
@@ -178,6 +185,11 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ({"fp8": 1}, {"fp8": True}),
         ({"fp8": 0, "fp8_amax_history_len": 16}, {}),
         ({"fp8": True, "fp8_amax_history_len": 16}, {"fp8": {"amax_history_len": 16}}),
+        (
+            {"expert_parallel_degree": 4, "smp_moe": True, "moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0},
+            {"expert_parallel_degree": 4, "router_balance": "global"},
+        ),
+        ({"moe_load_balancing": "none", "moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.0}, {}),
         ({"static_loss_scale": None, "dynamic_loss_scale": True, "trace_device": None}, {}),
     ],
 )
@@ -224,6 +236,20 @@ def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding()
         ({"ddp": 2}, "ddp=2 is not allowed; allowed: true, false"),
         ({"ddp": False}, "ddp=False .*write True"),
         ({"moe": True}, "no layer is exchanged for one of SMP's"),
+        (
+            {"moe_load_balancing": "sinkhorn"},
+            'own router chooses.*write router_balance="global".*router_bias_up',
+        ),
+        (
+            {"moe_load_balancing": "balanced"},
+            'own router chooses.*write router_balance="global".*router_bias_up',
+        ),
+        ({"moe_load_balancing": "even"}, "allowed: 'aux_loss', 'none', 'sinkhorn', 'balanced'"),
+        (
+            {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.01},
+            "write model.config.router_aux_loss_coef=0.01",
+        ),
+        ({"moe_z_loss_coeff": 0.001}, r"write loss = loss \+ 0.001 \* router_logits.logsumexp"),
         ({"bf16": True, "fp16": True}, "fp16=True and SMP bf16=True contradict each other about param_dtype"),
         ({"sharded_data_parallel_degree": 4, "hybrid_shard_degree": 8}, "contradict each other about shard_degree"),
         ({"hybrid_shard_degree": 4, "context_parallel_degree": 8}, "larger than shard_degree=4"),
@@ -272,3 +298,12 @@ def test_clipping_that_smp_did_by_default_is_not_lost_in_silence(
     with caplog.at_level(logging.WARNING, logger="smp"):
         SmpConfig.from_smp_parameters(block)
     assert ("gradient_clip_val=1.0" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(("block", "warned"), [({}, True), ({"moe_load_balancing": "none"}, False)])
+def test_routing_that_smp_did_by_default_is_not_lost_in_silence(
+    block: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        SmpConfig.from_smp_parameters({"smp_moe": True, **block})
+    assert ("unless moe_load_balancing says otherwise" in caplog.text) is warned

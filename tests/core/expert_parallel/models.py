@@ -148,6 +148,14 @@ def adapted(targets: list[str], parameters: list[str]) -> nn.Module:
     return peft.get_peft_model(_family("Mixtral"), config)
 
 
+def _one_adapted() -> nn.Module:
+    """Adapters of experts of which one takes all."""
+    import peft
+
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=[], target_parameters=["experts.matrices"])
+    return peft.get_peft_model(OwnModel(to_one=True), config)  # type: ignore[arg-type]
+
+
 def _wide() -> nn.Module:
     """Experts whose halves FP8 takes."""
     return _family("Qwen3Moe", moe_intermediate_size=32)
@@ -158,7 +166,13 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "one expert takes all": functools.partial(OwnModel, to_one=True),
     "frozen words": _frozen_words,
 }
-ADAPTED = {"adapted": functools.partial(adapted, ["q_proj", "v_proj"], [])}
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTED = {
+    "adapted": functools.partial(adapted, ["q_proj", "v_proj"], []),
+    "adapted experts": functools.partial(adapted, ["q_proj"], FUSED),
+    "adapted experts only": functools.partial(adapted, [], FUSED),
+    "adapted, one expert takes all": _one_adapted,
+}
 BALANCED = {
     "wide experts": _wide,
     "balanced": balanced,

@@ -16,7 +16,7 @@ from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.expert_parallel.cases import Case
-from tests.core.tensor_parallel.model_cases import batches, full, trained
+from tests.core.tensor_parallel.model_cases import batches, build, full, trained
 from tests.harness import run_ranks
 
 # Shard degree and expert degree; with 4 x 4 experts are sharded in another dimension, or not at all.
@@ -84,6 +84,29 @@ def test_transformers_loads_an_export(tmp_path: Path) -> None:
         tmp_path, dtype=torch.float64, experts_implementation="eager"
     )
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert (model(input_ids=batches(1)[0, 0]).logits - logits).abs().max() < 1e-6
+
+
+def adapters_exported(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Train adapters of experts, and save them as users of PEFT do."""
+    parallel, _ = trained(Case("adapted experts", 4, 2), 2)
+    state = full_state_dict(parallel.module, rank0_only=False)
+    if parallel.mesh.rank == 0:
+        parallel.module.save_pretrained(folder, state_dict=state)
+    with torch.no_grad():
+        return state, parallel.module(input_ids=batches(1)[0, 0]).logits
+
+
+def test_peft_loads_adapters_of_experts(tmp_path: Path) -> None:
+    """In PEFT's own format: the same bits, and logits to 1e-6, as above."""
+    peft = pytest.importorskip("peft")
+    state, logits = run_ranks(adapters_exported, 4, tmp_path, ranks_per_node=2)[0]
+    base: Any = build("adapted experts").unload()
+    model = peft.PeftModel.from_pretrained(base, tmp_path)
+    adapters = [name for name in model.state_dict() if "experts" in name and "lora" in name]
+    assert len(adapters) == 8  # two layers, two parameters, A and B
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in adapters)
     with torch.no_grad():
         assert (model(input_ids=batches(1)[0, 0]).logits - logits).abs().max() < 1e-6
 

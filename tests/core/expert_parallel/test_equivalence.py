@@ -109,6 +109,21 @@ def test_adapters_of_attention_train_like_one_process(more: tuple[tuple[str, str
     assert_like_one_process([Case("adapted", 4, 2, knobs=more)])
 
 
+def test_adapters_of_experts_train_like_one_process() -> None:
+    """1e-12, as above. Adapters are of all experts, and a rank takes the part of its own."""
+    pytest.importorskip("peft")
+    cases = [Case("adapted experts", **LAYOUTS[0]), Case("adapted experts only", **LAYOUTS[1], micro_batches=3)]
+    assert_like_one_process([*cases, Case("adapted, one expert takes all", **LAYOUTS[2])])
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_train_like_one_process_beside_other_knobs() -> None:
+    """1e-12, as above; also in one hop, where tokens go between nodes."""
+    pytest.importorskip("peft")
+    more = (*KNOBS, COMPILED, (("collectives", {"hierarchical": False}),))
+    assert_like_one_process([Case("adapted experts", **LAYOUTS[2 * (n % 2)], knobs=more[n]) for n in range(len(more))])
+
+
 def test_two_hops_are_exact() -> None:
     """1e-12, as above. Expert ranks on two nodes of two."""
     assert_like_one_process([Case(kind, 4, 4) for kind in ("Qwen3Moe", "one expert takes all")])

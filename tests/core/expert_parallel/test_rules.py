@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from tests.core.expert_parallel.cases import plan_of
 from tests.core.expert_parallel.models import OwnExperts, OwnModel, adapted
+from tests.core.tensor_parallel.model_cases import build
+from tests.harness import run_ranks
+from tests.older_transformers import needs_sharding
 
 
 class Dbrx(nn.Module):
@@ -98,12 +105,41 @@ def test_what_cannot_be_is_refused_with_what_to_write(model: Any, knobs: dict[st
         plan_of(model(), **{"expert_parallel_degree": 2, **knobs})
 
 
-def test_adapters_of_experts_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("knobs", "merged", "message"),
+    [
+        ({"tensor_parallel_degree": 2, "shard_degree": 4}, False, "not built together with tensor_parallel_degree"),
+        ({"fp8": True}, False, "not built together with fp8"),
+        ({}, True, r"are merged into its weights \(call unmerge_adapter\(\) first\)"),
+    ],
+)
+def test_adapters_of_experts_are_refused_with_what_to_write(knobs: dict[str, Any], merged: bool, message: str) -> None:
     pytest.importorskip("peft")
-    with pytest.raises(
-        ValueError, match=r"adapters of MixtralExperts .*target_parameters.*write expert_parallel_degree=1"
-    ):
-        plan_of(adapted(["q_proj"], ["mlp.experts.down_proj"]), expert_parallel_degree=2)
+    model: Any = adapted(["q_proj"], ["mlp.experts.down_proj"])
+    assert plan_of(model, expert_parallel_degree=2).knobs.expert_parallel_degree == 2
+    if merged:
+        model.merge_adapter()
+    with pytest.raises(ValueError, match=f"adapters of MixtralExperts .*{message}.*write expert_parallel_degree=1"):
+        plan_of(model, **{"expert_parallel_degree": 2, **knobs})
+
+
+def split_by_transformers(folder: Path) -> str:
+    from transformers.distributed import DistributedConfig
+
+    sizes = DistributedConfig(fsdp_size=2, ep_size=2)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
+    with pytest.raises(ValueError) as error:
+        parallelize(model, SmpConfig(), device="cpu")
+    return str(error.value)
+
+
+@needs_sharding
+def test_models_that_transformers_split_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    model: Any = build("Mixtral")
+    model.save_pretrained(tmp_path)
+    for said in run_ranks(split_by_transformers, 2, tmp_path, timeout=120):
+        assert "split by Transformers' own expert parallelism" in said
+        assert "load it without distributed_config, and write expert_parallel_degree=2" in said
 
 
 def test_experts_without_parameters_of_their_own_are_refused() -> None:
