@@ -9,16 +9,24 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import decide
+from smp_core.entry import parallelize
 from smp_core.planner import Workload, plan
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.explain import as_dict, table
 from smp_core.planner.fitted import FITTED
+from smp_core.planner.hardware import Hardware
 from smp_core.planner.known_models import KNOWN_MODELS
 from smp_core.planner.model_source import build
 from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.planner.time import computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
+from tests.core.planner.planner_models import MIXTURE
+from tests.harness import run_ranks
 
 TOKENS, EXPERTS = 64, 8
 COMMON = {
@@ -119,7 +127,7 @@ def gpt_oss() -> ModelTrace:
 def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss: ModelTrace) -> None:
     """Of three blocks of 8 experts with three matrices of 64 x 96, two experts for a token."""
     matrices = 3 * EXPERTS * 3 * 64 * 96
-    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8), fixed={"shard": 4})
+    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8), fixed={"shard": 4, "expert_parallel_degree": 1})
     experts = as_dict(found)["chosen"]["experts"]
     assert experts["parameters"] == matrices
     assert experts["active_parameters"] == gpt_oss.parameters - matrices * (1 - 2 / EXPERTS)
@@ -127,7 +135,7 @@ def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss
     # Gathered forward and backward in bfloat16, and reduced in float32, by a ring of four; the root is gathered once.
     assert experts["sent_bytes"] == pytest.approx(matrices * (2 + 2 + 4) * 3 / 4, rel=0.02)
     assert experts["state_bytes"] == pytest.approx(matrices * 16 / 4, rel=0.02)
-    assert "expert_parallel_degree is not searched" in str(table(found).caption)
+    assert "expert_parallel_degree=1" in str(table(found).caption)
 
 
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
@@ -150,3 +158,52 @@ def test_products_of_few_tokens_take_the_reading_of_all_experts() -> None:
     figures = Figures(forward_experts=2**30, forward_weights=2**30)
     seconds = computing_seconds(figures, "forward", 1, device)
     assert seconds == pytest.approx(2**30 / (device.hbm * FITTED.moving))
+
+
+DEGREES = [(4, 1, {}), (4, 2, {}), (2, 2, {}), (4, 2, {"activations": "full", "reshard_after_forward": 2})]
+"""Shard and expert degrees on 2 nodes of 2 ranks, and other knobs."""
+SAMPLES, COUNT = 2, 2
+
+
+def knobs_of(shard: int, experts: int, others: dict[str, Any]) -> SmpConfig:
+    degrees = {"shard_degree": shard, "expert_parallel_degree": experts}
+    return SmpConfig(**degrees, param_dtype="bfloat16", **others)
+
+
+def sent_with_even_choices() -> list[dict[str, float]]:
+    """The bytes of a step of each case, by a router that gives all experts as many tokens."""
+    found = []
+    for case in DEGREES:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+        parallel = parallelize(model, knobs_of(*case))
+        for module in model.modules():
+            if hasattr(module, "num_experts") and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(_evenly)
+        ids = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+        for number in range(COUNT):
+            with parallel.window.micro_batch(is_last=number == COUNT - 1):
+                model(input_ids=ids, labels=ids).loss.backward()
+        parallel.meter.close_step()
+        found.append(parallel.meter.per_step())
+    return found
+
+
+def _evenly(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    hidden, chosen, weights = args
+    even = torch.arange(chosen.numel()).view(chosen.shape) % module.num_experts
+    return hidden, even, weights
+
+
+def test_planned_bytes_of_dealt_experts_are_those_of_a_run() -> None:
+    """5 %: what else is sent beside units and tokens is of a few numbers."""
+    traced = trace_model("mixture", TOKENS, MIXTURE)
+    ran = run_ranks(sent_with_even_choices, 4, ranks_per_node=2)[0]
+    cluster = Hardware.parse("2x2:h100-80g@100gbps").cluster()
+    for case, seen in zip(DEGREES, ran, strict=True):
+        asked = knobs_of(*case)
+        shapes = traced.of_precision(str(asked.activations.checkpoint), "mixed", case[1] > 1)
+        planned = sent_bytes(decide(shapes, asked, cluster), traced, SAMPLES, COUNT, TOKENS)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce", "expert_dispatch", "expert_combine")
+        for name in (f"{kind}/{link}" for kind in kinds for link in ("intra", "inter")):
+            assert planned.get(name, 0.0) == pytest.approx(seen.get(f"{name}_bytes", 0.0), rel=0.05), (case, name)
