@@ -1,5 +1,5 @@
-"""What experts that are dealt to ranks gather and hold, and what their tokens send, for a plan: with a balanced router a
-rank's experts get as many rows as the rank has for all experts, so that it computes and keeps what it would without.
+"""What experts that are dealt to ranks gather and hold, and what their tokens send, for a plan: with a balanced router
+a rank's experts get as many rows as the rank has for all experts, so that it computes and keeps what it would without.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def _caption(found: Recommendation) -> str:
         lines.append(
             f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
             f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
-            f"device sends in a step (expert_parallel_degree={expert_degree(chosen.plan)}), beside {gib['dispatched_bytes']} "
-            "of tokens to their ranks and back, with a balanced router."
+            f"device sends in a step (expert_parallel_degree={expert_degree(chosen.plan)}), beside "
+            f"{gib['dispatched_bytes']} of tokens to their ranks and back, with a balanced router."
         )
     return "\n".join(lines)
 

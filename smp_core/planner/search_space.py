@@ -105,7 +105,7 @@ class SearchSpace:
             for shard in shards:
                 degree = groups.resolve_shard_degree(shard) if shard in ("node", "world") else shard
                 contexts = self._open("context_parallel_degree", self._contexts(tensor, degree, k))
-                experts = self._experts(degree, groups.ranks_per_node)
+                experts = self._experts(tensor, degree, groups.ranks_per_node)
                 for context, dealt in itertools.product(contexts, experts):
                     yield {
                         "tensor_parallel_degree": tensor,
@@ -131,15 +131,15 @@ class SearchSpace:
             found.append(degree)
         return found
 
-    def _experts(self, shard: int, ranks_per_node: int) -> list[int]:
+    def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
         """Return over how many ranks of a node experts may be dealt, or what is fixed of it."""
         sites = self.trace.shapes["none"].experts
         common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
         takes = self.trace.experts and not any(site.problem for site in sites)
         inside = [n for n in range(1, common + 1) if common % n == 0] if takes else [1]
         degrees: list[int] = self._open(EXPERTS, inside)
-        narrow = ranks_per_node < self.hardware.ranks_per_node and "tensor_parallel_degree" not in self.fixed
-        if narrow and isinstance(degrees[0], int) and degrees[0] > ranks_per_node:
+        is_open = tensor > 1 and "tensor_parallel_degree" not in self.fixed
+        if is_open and isinstance(degrees[0], int) and degrees[0] > ranks_per_node:
             return []  # fewer tensor ranks leave as many
         return inside[-1:] if degrees == ["node"] and takes else degrees
 

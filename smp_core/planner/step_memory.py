@@ -17,8 +17,8 @@ A step has eight points that can be the highest. L blocks, of which L (or as man
                 parameters are stored in
     step        all gradients and optimizer states, and no activations
 
-Where experts are dealt to ranks, a block gathers and reduces those that are here. It keeps rows twice more, which went to
-experts and came back, in each mode of recomputation, and works with as many.
+Where experts are dealt to ranks, a block gathers and reduces those that are here. It keeps rows twice more, which went
+to experts and came back, in each mode of recomputation, and works with as many.
 
 A partition group of one rank that FSDP2 casts for gathers into no buffers, but its reductions put out as much as they
 take: there is one more point, while the last block's gradients are reduced.

@@ -14,21 +14,26 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.entry import parallelize
+from smp_core.plan import Shapes, estimate
 from smp_core.planner import Workload, plan
 from smp_core.planner.devices import DEVICES
-from smp_core.planner.explain import as_dict, table
+from smp_core.planner.explain import as_dict, as_yaml, table
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.known_models import KNOWN_MODELS
 from smp_core.planner.model_source import build
 from smp_core.planner.model_trace import Figures, ModelTrace
+from smp_core.planner.planner import layout_words
+from smp_core.planner.search import search
 from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.time import computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
 from tests.core.planner.planner_models import MIXTURE
 from tests.harness import run_ranks
 
 TOKENS, EXPERTS = 64, 8
+EXPERTS_KNOB = "expert_parallel_degree"
 COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -138,6 +143,53 @@ def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss
     assert "expert_parallel_degree=1" in str(table(found).caption)
 
 
+@pytest.fixture(scope="module")
+def mixture() -> ModelTrace:
+    return trace_model("mixture", TOKENS, MIXTURE)
+
+
+def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
+    """On nodes of four, of four experts; with pipeline stages and without."""
+    hardware, alone = Hardware.parse("2x4:h100-80g@100gbps"), {"tensor_parallel_degree": 1}
+    found = search(mixture, hardware, Workload(TOKENS, 64), alone, prunes=False).ranked
+    seen = {(each.plan.knobs.expert_parallel_degree, each.plan.layout.pipeline > 1) for each in found}
+    assert seen == {(degree, staged) for degree in (1, 2, 4) for staged in (False, True)}
+    given = plan(mixture, "2x4:h100-80g@100gbps", Workload(TOKENS, 64), fixed={"shard": 8, EXPERTS_KNOB: "node"})
+    assert given.chosen.plan.knobs.expert_parallel_degree == 4 and given.chosen.time.experts > 0
+    assert f"{EXPERTS_KNOB}: node" in as_yaml(given) and "experts 4" in layout_words(given.chosen)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({EXPERTS_KNOB: 3}, "does not divide the 4 ranks of a node and the 4 experts.*write 1, 2, 4, 'node' or 'auto'"),
+        ({EXPERTS_KNOB: 4, "shard": 2}, "has to divide shard_degree=2 and the 4 experts of a layer; allowed: 1, 2"),
+        ({EXPERTS_KNOB: 4, "tensor": 2}, "more than the 2 tensor groups of tensor_parallel_degree=2 on a node"),
+    ],
+)
+def test_wrong_expert_degrees_are_refused(mixture: ModelTrace, fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(mixture, "2x4:h100-80g@100gbps", Workload(TOKENS, 64), fixed={**fixed, "pipeline": 1})
+
+
+def test_units_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+    real = Shapes.of(model, SmpConfig(expert_parallel_degree=2)).units
+    assert mixture.of_precision("none", "mixed", dealt=True).units.units == real.units
+
+
+def test_experts_on_several_ranks_gather_and_sum_their_part_alone(mixture: ModelTrace) -> None:
+    """A rank holds as much in all. Its gathers of two blocks are smaller by what other ranks have of the experts."""
+    cluster, experts = Hardware.parse("1x4:h100-80g").cluster(), 4 * 3 * 64 * 96  # elements of a block's
+    whole, dealt = (decide(mixture.of_precision("none", "mixed", n > 1), knobs_of(4, n, {}), cluster) for n in (1, 4))
+    both = [peak_memory(each, mixture, 2, 2, TOKENS) for each in (whole, dealt)]
+    assert both[0].parameters == both[1].parameters and both[0].optimizer == both[1].optimizer
+    assert estimate(whole).gathered - estimate(dealt).gathered == 2 * experts * 3 / 4 * 2
+    rows = 2 * 2 * TOKENS * 64 * 2  # two for each token of two samples, in bfloat16
+    assert both[1].activations - both[0].activations >= 4 * 2 * rows
+
+
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
     """GPT-OSS adds biases of experts into the products' outputs, which selective recomputation keeps."""
     found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8))
@@ -177,13 +229,13 @@ def sent_with_even_choices() -> list[dict[str, float]]:
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
         parallel = parallelize(model, knobs_of(*case))
-        for module in model.modules():
-            if hasattr(module, "num_experts") and next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(_evenly)
+        for site in parallel.plan.shapes.experts:
+            model.get_submodule(site.name).register_forward_pre_hook(_evenly)
         ids = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
         for number in range(COUNT):
-            with parallel.window.micro_batch(is_last=number == COUNT - 1):
+            with parallel.window.accumulate(number < COUNT - 1):
                 model(input_ids=ids, labels=ids).loss.backward()
+        parallel.window.close()
         parallel.meter.close_step()
         found.append(parallel.meter.per_step())
     return found
@@ -195,15 +247,14 @@ def _evenly(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, 
     return hidden, even, weights
 
 
-def test_planned_bytes_of_dealt_experts_are_those_of_a_run() -> None:
+def test_planned_bytes_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
     """5 %: what else is sent beside units and tokens is of a few numbers."""
-    traced = trace_model("mixture", TOKENS, MIXTURE)
     ran = run_ranks(sent_with_even_choices, 4, ranks_per_node=2)[0]
     cluster = Hardware.parse("2x2:h100-80g@100gbps").cluster()
     for case, seen in zip(DEGREES, ran, strict=True):
         asked = knobs_of(*case)
-        shapes = traced.of_precision(str(asked.activations.checkpoint), "mixed", case[1] > 1)
-        planned = sent_bytes(decide(shapes, asked, cluster), traced, SAMPLES, COUNT, TOKENS)
+        shapes = mixture.of_precision(str(asked.activations.checkpoint), "mixed", case[1] > 1)
+        planned = sent_bytes(decide(shapes, asked, cluster), mixture, SAMPLES, COUNT, TOKENS)
         kinds = ("all_gather", "reduce_scatter", "all_reduce", "expert_dispatch", "expert_combine")
         for name in (f"{kind}/{link}" for kind in kinds for link in ("intra", "inter")):
             assert planned.get(name, 0.0) == pytest.approx(seen.get(f"{name}_bytes", 0.0), rel=0.05), (case, name)

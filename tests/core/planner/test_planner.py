@@ -394,6 +394,7 @@ def drawn_request(seed: int) -> tuple[str, int, bool, dict[str, Any]]:
     stages = draw.choice([each for each in (None, 2, 4) if each is None or each <= nodes * ranks])
     batch = nodes * ranks * draw.choice([2, 4, 8])
     is_mixture, experts = draw.choice([False, True]), draw.choice([None, 2, "node"])
+    experts = "node" if nodes * ranks == stages else experts  # no stage has two ranks
     fixed = {"pipeline": stages, "expert_parallel_degree": experts if is_mixture else None}
     given = {knob: value for knob, value in fixed.items() if value is not None}
     return f"{nodes}x{ranks}:{device}@{rate}gbps", batch, is_mixture, given
