@@ -17,8 +17,8 @@ A step has eight points that can be the highest. L blocks, of which L (or as man
                 parameters are stored in
     step        all gradients and optimizer states, and no activations
 
-Where experts are dealt to ranks, a block gathers and reduces those that are here. It keeps rows twice more, which went
-to experts and came back, in each mode of recomputation, and works with as many.
+Where experts are dealt to ranks, a block gathers and reduces those that are here. With recomputation it keeps its rows
+twice, as they came to experts and back; without it rows that were sent stand for those that are kept anyway.
 
 A partition group of one rank that FSDP2 casts for gathers into no buffers, but its reductions put out as much as they
 take: there is one more point, while the last block's gradients are reduced.
@@ -189,7 +189,7 @@ class _Points:
         else:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
         self.rows = row_bytes(plan, trace, micro_batch, held)
-        self.kept += 2 * self.rows
+        self.kept += 0.0 if mode == "none" else 2 * self.rows
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, self.part, trace)
@@ -344,7 +344,7 @@ class _Points:
 
     def _working(self, reached: int) -> float:
         """Return the activations beside what blocks keep at the highest instant of a block's backward."""
-        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0] + 2 * self.rows
+        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0]
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""

@@ -179,15 +179,18 @@ def test_units_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
     assert mixture.of_precision("none", "mixed", dealt=True).units.units == real.units
 
 
-def test_experts_on_several_ranks_gather_and_sum_their_part_alone(mixture: ModelTrace) -> None:
-    """A rank holds as much in all. Its gathers of two blocks are smaller by what other ranks have of the experts."""
+def test_experts_on_several_ranks_gather_their_part_and_recomputation_keeps_rows(mixture: ModelTrace) -> None:
+    """A rank holds as much in all. Gathers of two blocks are smaller by what other ranks have of the experts."""
     cluster, experts = Hardware.parse("1x4:h100-80g").cluster(), 4 * 3 * 64 * 96  # elements of a block's
-    whole, dealt = (decide(mixture.of_precision("none", "mixed", n > 1), knobs_of(4, n, {}), cluster) for n in (1, 4))
-    both = [peak_memory(each, mixture, 2, 2, TOKENS) for each in (whole, dealt)]
+    others = {"activations": "full"}
+    whole, dealt = (
+        decide(mixture.of_precision("full", "mixed", n > 1), knobs_of(4, n, others), cluster) for n in (1, 4)
+    )
+    both = [peak_memory(each, mixture, 8, 2, TOKENS) for each in (whole, dealt)]
     assert both[0].parameters == both[1].parameters and both[0].optimizer == both[1].optimizer
     assert estimate(whole).gathered - estimate(dealt).gathered == 2 * experts * 3 / 4 * 2
-    rows = 2 * 2 * TOKENS * 64 * 2  # two for each token of two samples, in bfloat16
-    assert both[1].activations - both[0].activations >= 4 * 2 * rows
+    rows = 2 * 8 * TOKENS * 64 * 2  # two for each token, in bfloat16
+    assert both[1].activations - both[0].activations == pytest.approx(4 * 2 * rows, abs=8)
 
 
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
