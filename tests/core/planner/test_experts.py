@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.planner import layout_words
 from smp_core.planner.search import search
 from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.stage_time import StagedModel, step_model
 from smp_core.planner.step_memory import peak_memory
-from smp_core.planner.time import computing_seconds, model_flops
+from smp_core.planner.time import computed_seconds, computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
 from tests.core.planner.planner_models import MIXTURE
 from tests.harness import run_ranks
@@ -191,6 +193,28 @@ def test_experts_on_several_ranks_gather_their_part_and_recomputation_keeps_rows
     assert estimate(whole).gathered - estimate(dealt).gathered == 2 * experts * 3 / 4 * 2
     rows = 2 * 8 * TOKENS * 64 * 2  # two for each token, in bfloat16
     assert both[1].activations - both[0].activations == pytest.approx(4 * 2 * rows, abs=8)
+
+
+def test_bounds_of_a_search_are_of_the_experts_that_a_rank_reads(mixture: ModelTrace) -> None:
+    """What plans share, and what blocks compute at least, are of each expert degree; launching takes no time."""
+    hardware = replace(Hardware.parse("1x8:h100-80g"), fitted=replace(FITTED, launching=0.0))
+    shared: dict[Any, Any] = {}
+    for experts in (1, 4):
+        made = [
+            decide(mixture.of_precision("none", "mixed", experts > 1), knobs_of(4, experts, others), hardware.cluster())
+            for others in ({}, {"pipeline_parallel_degree": 2})
+        ]
+        machines = (mixture, hardware, hardware.links(), TOKENS, hardware.fitted)
+        whole, staged, again = (
+            step_model(made[0], *machines),
+            step_model(made[1], *machines, shared),
+            step_model(made[1], *machines, {}),
+        )
+        of_block, of_rest = computed_seconds(mixture, hardware, "none", 1, 1, 1, TOKENS, experts)
+        assert whole.step(1, 1).compute == pytest.approx(mixture.blocks * of_block + of_rest)
+        assert isinstance(staged, StagedModel) and isinstance(again, StagedModel)
+        assert staged.step(1, 4, 4) == again.step(1, 4, 4)
+        assert staged.least(1, 4, 4) <= staged.step(1, 4, 4).total
 
 
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
