@@ -18,6 +18,7 @@ from smp_core.entry import parallelize
 from smp_core.plan import Shapes, estimate
 from smp_core.planner import Workload, plan
 from smp_core.planner.devices import DEVICES
+from smp_core.planner.dry_run import dry_run_of
 from smp_core.planner.explain import as_dict, as_yaml, table
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
@@ -159,6 +160,8 @@ def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
     given = plan(mixture, "2x4:h100-80g@100gbps", Workload(TOKENS, 64), fixed={"shard": 8, EXPERTS_KNOB: "node"})
     assert given.chosen.plan.knobs.expert_parallel_degree == 4 and given.chosen.time.experts > 0
     assert f"{EXPERTS_KNOB}: node" in as_yaml(given) and "experts 4" in layout_words(given.chosen)
+    with pytest.raises(ValueError, match="expert_parallel_degree=4; fix it at 1"):
+        dry_run_of(replace(given, model="mixtral-8x7b"))
 
 
 @pytest.mark.parametrize(
