@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.entry import parallelize
-from smp_core.plan import Shapes, estimate
-from smp_core.planner import Workload, plan
+from smp_core.plan import TRAINERS_OWN, Cluster, Shapes, estimate
+from smp_core.planner import RunningStep, Workload, plan, plan_run
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.dry_run import dry_run_of
 from smp_core.planner.explain import as_dict, as_yaml, table
@@ -32,6 +32,7 @@ from smp_core.planner.stage_time import StagedModel, step_model
 from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.time import computed_seconds, computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
+from smp_core.topology import Topology
 from tests.core.planner.planner_models import MIXTURE
 from tests.harness import run_ranks
 
@@ -162,6 +163,16 @@ def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
     assert f"{EXPERTS_KNOB}: node" in as_yaml(given) and "experts 4" in layout_words(given.chosen)
     with pytest.raises(ValueError, match="expert_parallel_degree=4; fix it at 1"):
         dry_run_of(replace(given, model="mixtral-8x7b"))
+
+
+@pytest.mark.parametrize(("asked", "is_planned"), [("auto", True), (2, False)])
+def test_an_open_expert_degree_is_planned_when_a_run_starts(asked: Any, is_planned: bool) -> None:
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)).bfloat16()
+    batch = {"sequence": 32, "micro_batch": 2, "cluster": "2x4:h100-80g@100gbps"}
+    cluster = Cluster(Topology.uniform(8, 4), "cpu", host_memory=2**36)
+    step = RunningStep(torch.device("cpu"), "forward", TRAINERS_OWN, 1)
+    found = plan_run(model, SmpConfig(plan=batch, expert_parallel_degree=asked), cluster, step)
+    assert (EXPERTS_KNOB in found.knobs) == is_planned and found.knobs["shard_degree"] % (1 if is_planned else 2) == 0
 
 
 @pytest.mark.parametrize(
