@@ -90,7 +90,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             parameters += plan.stored_bytes(parameter, elements) if is_sharded else elements * stored.itemsize
         if not parameter.trainable:
             continue
-        unsharded = count * parameter.elements if plan.keeps_gradients and is_sharded else 0
+        unsharded = count * parameter.elements // plan.dealt(parameter) if plan.keeps_gradients and is_sharded else 0
         if over_world and parameter.shape and (is_sharded or degree == 1):
             # Masters and their gradients are float32 where parameters are half precision; sums take the place of
             # the parameters' gradients.
@@ -180,7 +180,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
         reduced = plan.dtypes.of_reduced(parameter).itemsize
         sums += count * elements * reduced
         if plan.keeps_gradients and is_sharded:
-            held += count * parameter.elements * reduced
+            held += count * parameter.elements // plan.dealt(parameter) * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
             of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
     of_root = next((parameters for is_root, parameters, _ in plan.split_shapes.alike_units if is_root), ())
@@ -192,11 +192,12 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
 
 def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced"]) -> int:
     """Return the bytes of a unit's full parameters as they are gathered, or of the gradients of its trainable ones as
-    they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer."""
+    they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer, and one of the ranks that
+    experts are dealt to."""
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
-        elements = _shard_elements(parameter, plan) * plan.shard_degree
+        elements = _shard_elements(parameter, plan) * plan.shard_degree // plan.dealt(parameter)
         if what == "gathered" and plan.is_coded(parameter):
             total += plan.stored_bytes(parameter, elements)
         elif what == "gathered":
@@ -300,7 +301,9 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of one rank's shard, padded as FSDP2 pads."""
+    """Return the elements of one rank's shard, padded as FSDP2 pads; experts that are dealt out are cut evenly."""
+    if plan.dealt(parameter) > 1:
+        return parameter.elements // plan.shard_degree
     return -(-parameter.shape[0] // plan.shard_degree) * (parameter.elements // parameter.shape[0])
 
 
@@ -308,18 +311,22 @@ def _gathered_bytes(plan: Plan) -> int:
     if not plan.gathers:
         return 0
     degree = plan.shard_degree
-    root = largest = total = units = 0
+    root = largest = total = units = experts = of_experts = 0
     for is_root, parameters, count in plan.split_shapes.alike_units:
-        size = sum(_shard_elements(each, plan) * degree * plan.dtypes.of_gathered(each).itemsize for each in parameters)
+        dealt = plan.dealt(parameters[0]) if parameters else 1
+        held = sum(_shard_elements(each, plan) * plan.dtypes.of_gathered(each).itemsize for each in parameters)
+        size = held * degree // dealt
         if is_root:
             root += count * size
+        elif dealt > 1:  # gathered beside the layer that they are in
+            experts, of_experts = max(experts, size), of_experts + count * size  # which have no parts of a copy
         else:
             largest, total, units = max(largest, size), total + count * size, units + count
     kept = plan.knobs.reshard_after_forward
     if kept is False:
-        return root + total
+        return root + total + of_experts
     # With a single unit beside the root there is none to fetch ahead
-    in_use = root + largest * min(2, units)
+    in_use = root + (largest + experts) * min(2, units)
     return in_use + (-(-total // kept) if type(kept) is int else 0)
 
 

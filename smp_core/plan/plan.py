@@ -140,6 +140,11 @@ class Plan:
         """Ranks of a partition group, context ranks included."""
         return self.layout.size(*PARTITION)
 
+    def dealt(self, parameter: ParameterShape) -> int:
+        """Return over how many ranks the experts are dealt whose parameter this is; 1: it is no experts'."""
+        degree, module = self.knobs.expert_parallel_degree, parameter.name.rpartition(".")[0]
+        return degree if isinstance(degree, int) and degree > 1 and module in self.shapes.expert_names else 1
+
     @cached_property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""

@@ -16,7 +16,7 @@ from smp_core.config import SmpConfig
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
 from smp_core.plan.experts import ExpertShape, experts_of
-from smp_core.plan.units import Entry, WrapPlan, plan_units
+from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,23 @@ class Shapes:
     @cached_property
     def _over(self) -> dict[int, Shapes]:
         return {}
+
+    @cached_property
+    def expert_names(self) -> frozenset[str]:
+        """Names of the modules that hold experts."""
+        return frozenset(site.name for site in self.experts)
+
+    def with_experts_apart(self) -> Shapes:
+        """Return the shapes with units of experts as :func:`plan_units` makes them where ranks divide these."""
+        units: list[PlannedUnit] = []
+        for unit in self.units.units:
+            own: dict[str, list[str]] = {unit.name: []}
+            for name in unit.parameters:
+                site = name.rpartition(".")[0]
+                own.setdefault(site if site in self.expert_names else unit.name, []).append(name)
+            inside = [PlannedUnit(site, tuple(names), False) for site, names in own.items() if site != unit.name]
+            units += [*inside, replace(unit, parameters=tuple(own[unit.name]))]
+        return replace(self, units=replace(self.units, units=tuple(units)))
 
     @cached_property
     def first_trained(self) -> ParameterShape:

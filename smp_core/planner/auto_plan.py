@@ -82,6 +82,8 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     open_knobs = OPEN + (_WITH_GLOBAL_BATCH if asked.plan.global_batch else ())
     if asked.pipeline_parallel_degree > 1:
         open_knobs += ("pipeline",)
+    if asked.expert_parallel_degree == "auto":
+        open_knobs += ("expert_parallel_degree",)
     fixed = {
         knob: getattr(asked, knob)
         for knob in SmpConfig.knobs()

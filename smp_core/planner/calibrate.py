@@ -37,7 +37,7 @@ from smp_core.run_log import Run, objects
 # Settings of the run that planned time and memory depend on; degrees come from its layout.
 _SETTINGS = (
     *("keep_between_micro_batches", "reshard_after_forward", "optimizer_shard", "state_offload", "param_dtype"),
-    *("activations.checkpoint", "activations.offload", "chunked_cross_entropy"),
+    *("expert_parallel_degree", "activations.checkpoint", "activations.offload", "chunked_cross_entropy"),
     *("pipeline.schedule", "pipeline.microbatches"),
 )
 _LARGEST_FACTOR = 20.0
@@ -182,7 +182,8 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     mode = str(config.activations.checkpoint)
     if mode not in trace.shapes:
         raise ValueError(f"{path} is of a run with activations.checkpoint={mode!r}, which is not planned with")
-    plan = decide(trace.of_precision(mode, workload.precision), config, machines.cluster())
+    dealt = config.expert_parallel_degree != 1
+    plan = decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
     recomputation(plan)
     return plan
 

@@ -5,7 +5,7 @@ The run itself (:mod:`smp_core.dry_run.step`) needs a process group and fake ten
 pipeline stages on the first rank of one stage after another. Here are the question, the answer, and both beside the
 plan's own figures.
 
-Not run that way: FP8.
+Not run that way: FP8, and experts that are dealt to ranks, whose numbers of rows are values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_core.plan import GIB, OPTIMIZERS, communicators
 from smp_core.planner.candidate import Candidate
+from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.sent_bytes import sent_bytes
 from smp_core.planner.stage_part import states_of
@@ -122,7 +123,12 @@ def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) 
     chosen = candidate or recommended.chosen
     if recommended.model == "model":
         raise ValueError("a dry run needs the model; call plan() with its name instead of a trace")
-    work = recommended.workload
+    work, experts = recommended.workload, expert_degree(chosen.plan)
+    if experts > 1:
+        raise ValueError(
+            f"a dry run does not know how many tokens go to whom with expert_parallel_degree={experts}; fix it at 1 "
+            "(--fix expert_parallel_degree=1)"
+        )
     found = dry_run(
         Question(
             recommended.model,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
+from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.fitted import MEMORY_BAND
 from smp_core.planner.model_source import PADDED_TO
 from smp_core.planner.planner import Recommendation, experts_words, layout_words
@@ -144,7 +146,8 @@ def _caption(found: Recommendation) -> str:
         lines.append(
             f"{experts_words(found.trace)}. In the chosen plan they are {gib['state_bytes']} of a device's parameters, "
             f"gradients and states, {gib['gathered_bytes']} of a block's gather, and {gib['sent_bytes']} of what a "
-            "device sends in a step. Planned as gathered whole: expert_parallel_degree is not searched."
+            f"device sends in a step (expert_parallel_degree={expert_degree(chosen.plan)}), beside "
+            f"{gib['dispatched_bytes']} of tokens to their ranks and back, with a balanced router."
         )
     return "\n".join(lines)
 
@@ -156,6 +159,7 @@ _WAITS = {
     "context": "exchanges of keys and values",
     "optimizer": "the optimizer",
     "copies": "copies to the host",
+    "experts": "tokens on their way to experts and back",
     "pipeline": "other stages and messages",
 }
 
@@ -190,14 +194,19 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
     experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
     share = experts / shapes.elements
-    sent = sent_bytes(plan, None, candidate.micro_batch, candidate.count, found.workload.sequence, stage)
+    apart = plan.shapes.with_experts_apart()
+    own = tuple(unit for unit in apart.units.units if unit.name in apart.expert_names)
+    alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))
+    step = candidate.micro_batch, candidate.count, found.workload.sequence, stage
+    sent, of_all = sent_bytes(alone, None, *step), sent_bytes(plan, trace, *step)
     itemsize = plan.dtypes.of_gathered(plan.shapes.parameters[0]).itemsize
     return {
         "parameters": trace.expert_elements,
         "active_parameters": trace.active_parameters,
         "state_bytes": share * of_stage.memory.model_states,
-        "gathered_bytes": experts / blocks * itemsize if plan.gathers else 0.0,
-        "sent_bytes": share * sum(sent.values()),
+        "gathered_bytes": experts / blocks * itemsize / expert_degree(plan) if plan.gathers else 0.0,
+        "sent_bytes": sum(sent.values()),
+        "dispatched_bytes": sum(n for name, n in of_all.items() if name.startswith("expert_")),
     }
 
 

@@ -42,6 +42,13 @@ class Figures:
     kept: float = 0.0
     left: float = 0.0
 
+    def of_experts_over(self, degree: int) -> Figures:
+        """Return the figures of a rank that has one of so many parts of the experts, and as many rows."""
+        if degree == 1:
+            return self
+        shares = {name: getattr(self, name) / degree for name in ("forward_weights", "backward_weights")}
+        return replace(self, **shares)
+
     def combined(self, other: Figures, weigh: Callable[[float, float], float]) -> Figures:
         names = [field.name for field in fields(self)]
         return Figures(**{name: weigh(getattr(self, name), getattr(other, name)) for name in names})
@@ -272,10 +279,20 @@ class ModelTrace:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
         return tensor if self.vocabulary % tensor == 0 else 1
 
-    def of_precision(self, mode: str, precision: str) -> Shapes:
+    def of_precision(self, mode: str, precision: str, dealt: bool = False) -> Shapes:
         """Return the shapes with parameters as they are stored: in float32 ("mixed"), in "bfloat16", or as those of a
-        built model are ("trainer")."""
-        return self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
+        built model are ("trainer"); with experts as units of their own where they are ``dealt`` to ranks."""
+        whole = self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
+        if not dealt:
+            return whole
+        key = mode, precision == "bfloat16"
+        if key not in self._dealt:
+            self._dealt[key] = whole.with_experts_apart()
+        return self._dealt[key]
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[str, bool], Shapes]:
+        return {}
 
     @cached_property
     def _in_bfloat16(self) -> dict[str, Shapes]:
@@ -294,23 +311,33 @@ class ModelTrace:
     @cached_property
     def active_parameters(self) -> float:
         """Elements that one token's products read, those of the embedding among them."""
-        curve = self.block["none"]
-        if not curve.one.forward_weights:
-            return float(self.parameters)
-        # Two FLOPs for each element and token; grouped products are of two bytes an element.
-        met = curve.one.forward_experts / (curve.tokens * curve.one.forward_weights)
-        return self.parameters - (1 - met) * self.expert_elements
-
-    def block_elements(self, tensor: int = 1) -> float:
-        """Return the elements of a block that one of so many tensor ranks holds."""
-        if tensor not in self._of_blocks:
-            held = self.shapes["none"].over(tensor).parameters
-            in_blocks = (each.elements for each in held if each.name.startswith(self.inside))
-            self._of_blocks[tensor] = sum(in_blocks) / self.blocks
-        return self._of_blocks[tensor]
+        return self.parameters - (1 - self._share_met) * self.expert_elements
 
     @cached_property
-    def _of_blocks(self) -> dict[int, float]:
+    def _share_met(self) -> float:
+        """The share of a layer's experts that a token meets."""
+        one = self.block["none"].one
+        # Two FLOPs for each element and token; grouped products are of two bytes an element.
+        return one.forward_experts / (self.block["none"].tokens * one.forward_weights) if one.forward_weights else 1.0
+
+    @property
+    def experts_of_token(self) -> float:
+        """Experts of a layer that a token goes to."""
+        return self._share_met * self.shapes["none"].experts[0].experts
+
+    def block_elements(self, tensor: int = 1, of_experts: bool = False) -> float:
+        """Return the elements of a block that one of so many tensor ranks holds, of all or of experts."""
+        key = tensor, of_experts
+        if key not in self._of_blocks:
+            shapes = self.shapes["none"].over(tensor)
+            held = [each for each in shapes.parameters if each.name.startswith(self.inside)]
+            if of_experts:
+                held = [each for each in held if each.name.rpartition(".")[0] in shapes.expert_names]
+            self._of_blocks[key] = sum(each.elements for each in held) / self.blocks
+        return self._of_blocks[key]
+
+    @cached_property
+    def _of_blocks(self) -> dict[tuple[int, bool], float]:
         return {}
 
     @cached_property

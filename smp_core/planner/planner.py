@@ -12,6 +12,7 @@ from typing import Any
 from smp_core.config import SmpConfig
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
+from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import ADAPTERS
 from smp_core.planner.model_trace import ModelTrace
@@ -254,7 +255,8 @@ def plan(
 
 
 def _outline(candidate: Candidate) -> tuple[Any, ...]:
-    return candidate.plan.layout, candidate.plan.knobs.activations.checkpoint
+    knobs = candidate.plan.knobs
+    return candidate.plan.layout, knobs.activations.checkpoint, knobs.expert_parallel_degree
 
 
 def _compared(candidate: Candidate, chosen: Candidate) -> str:
@@ -277,6 +279,7 @@ def layout_words(candidate: Candidate) -> str:
     """Return the degrees of a configuration, as in "8 x 4, stages 2": replicas and shards, then what is not 1."""
     layout = candidate.plan.layout
     others = {"stages": layout.pipeline, "context": layout.context, "tensor": layout.tensor}
+    others["experts"] = expert_degree(candidate.plan)
     words = [f"{layout.replicate} x {candidate.plan.shard_degree}"]
     words += [f"{name} {size}" for name, size in others.items() if size > 1]
     return ", ".join(words)

@@ -29,7 +29,7 @@ from smp_core.planner.candidate import Candidate, Choice, spread_of
 from smp_core.planner.fitted import band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search_space import LATER, MICRO_BATCH, Batch, SearchSpace
+from smp_core.planner.search_space import EXPERTS, LATER, MICRO_BATCH, Batch, SearchSpace
 from smp_core.planner.stage_part import StageStates, states_of
 from smp_core.planner.stage_time import StagedModel, step_model
 from smp_core.planner.step_memory import PeakMemory, peak_memory
@@ -270,7 +270,13 @@ class _Search:
                     f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
                     "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
                 )
-            shapes = self.trace.of_precision("none", self.workload.precision)
+            dealt, ranks = knobs[EXPERTS], self.hardware.ranks_per_node // tensor
+            if isinstance(dealt, int) and dealt > max(ranks, 1):
+                raise ValueError(
+                    f"{EXPERTS}={dealt} is more than the {ranks} tensor groups of tensor_parallel_degree={tensor} on a "
+                    f"node, and tokens that go between nodes are not planned with; write at most {ranks}, or 'node'"
+                )
+            shapes = self.trace.of_precision("none", self.workload.precision, dealt != 1)
             plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
         except ValueError as error:
             self.found.refused.append(str(error))
@@ -334,11 +340,13 @@ class _Search:
         context, mode = layout["context_parallel_degree"], knobs["activations"].checkpoint
         if mode not in self.trace.block:
             return False  # refused later
+        experts = layout[EXPERTS] if isinstance(layout[EXPERTS], int) else 1
         where = (mode, batch.size, layout["tensor_parallel_degree"], context)
-        if where not in self.shared:
+        if (where, experts) not in self.shared:
             tokens = self.workload.sequence / context
-            self.shared[where] = computed_seconds(self.trace, self.hardware, *where, tokens)
-        of_block, of_rest = self.shared[where]
+            found = computed_seconds(self.trace, self.hardware, *where, tokens, experts)
+            self.shared[where, experts] = found
+        of_block, of_rest = self.shared[where, experts]
         blocks = self.trace.blocks
         chunk = max(blocks // (stages * chunks_of(knobs["pipeline"])), 1)
         begun = batch.count / batch.in_stages * (stages - 1) * chunk * of_block
@@ -358,7 +366,8 @@ class _Search:
         if mode in self.trace.untraced:
             raise ValueError(self.trace.untraced[mode])
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
-        plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision), **own)
+        dealt = plan.knobs.expert_parallel_degree != 1
+        plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision, dealt), **own)
         if "pipeline" in knobs:
             plan = decide_pipeline(plan, {**self.space.pipeline, "schedule": knobs["pipeline"]})
         return plan

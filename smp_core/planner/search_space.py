@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from smp_core.planner.workload import Workload
 from smp_core.topology import Topology
 
 MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
+EXPERTS = "expert_parallel_degree"
 LATER = ("activations", "chunked_cross_entropy", "pipeline")
 """Knobs that change no model states, but for which of them a stage has."""
 
@@ -64,6 +67,18 @@ class SearchSpace:
         given = None if asked is None else Pipeline.read(asked)
         self.pipeline = {} if given is None else {k: v for k, v in given.to_dict().items() if v != "auto"}
         self.refused: list[str] = []
+        self._require_experts_inside_node()
+
+    def _require_experts_inside_node(self) -> None:
+        asked, k = self.fixed.get(EXPERTS, 1), self.hardware.ranks_per_node
+        counts = {site.experts for site in self.trace.shapes["none"].experts}
+        common = math.gcd(k, *counts)
+        if counts and isinstance(asked, int) and common % asked:
+            allowed = [str(n) for n in range(1, common + 1) if common % n == 0]
+            raise ValueError(
+                f"{EXPERTS}={asked} does not divide the {k} ranks of a node and the {' and '.join(map(str, counts))} "
+                f"experts of a layer (between nodes it is not planned); write {', '.join(allowed)}, 'node' or 'auto'"
+            )
 
     def layouts(self) -> Iterator[dict[str, int]]:
         """Yield the degrees of all layouts. An axis of which no other size is tried has the fixed one, or one rank."""
@@ -89,11 +104,14 @@ class SearchSpace:
             shards = self._open("shard_degree", groups.allowed_shard_degrees())
             for shard in shards:
                 degree = groups.resolve_shard_degree(shard) if shard in ("node", "world") else shard
-                for context in self._open("context_parallel_degree", self._contexts(tensor, degree, k)):
+                contexts = self._open("context_parallel_degree", self._contexts(tensor, degree, k))
+                experts = self._experts(tensor, degree, groups.ranks_per_node)
+                for context, dealt in itertools.product(contexts, experts):
                     yield {
                         "tensor_parallel_degree": tensor,
                         "shard_degree": degree,
                         "context_parallel_degree": context,
+                        EXPERTS: dealt,
                     }
 
     def _stages(self) -> list[int]:
@@ -112,6 +130,18 @@ class SearchSpace:
                 break
             found.append(degree)
         return found
+
+    def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
+        """Return over how many ranks of a node experts may be dealt, or what is fixed of it."""
+        sites = self.trace.shapes["none"].experts
+        common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
+        takes = self.trace.experts and not any(site.problem for site in sites)
+        inside = [n for n in range(1, common + 1) if common % n == 0] if takes else [1]
+        degrees: list[int] = self._open(EXPERTS, inside)
+        is_open = tensor > 1 and "tensor_parallel_degree" not in self.fixed
+        if is_open and isinstance(degrees[0], int) and degrees[0] > ranks_per_node:
+            return []  # fewer tensor ranks leave as many
+        return inside[-1:] if degrees == ["node"] and takes else degrees
 
     def _open(self, knob: str, values: Any) -> Any:
         """Return the fixed value alone, or all of them."""
@@ -161,7 +191,7 @@ class SearchSpace:
                         "reshard_after_forward": copy,
                         "optimizer_shard": states,
                     }
-                    yield {**named, **self.fixed}
+                    yield {**named, **self.fixed, EXPERTS: layout[EXPERTS]}
 
     def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
         """Yield the knobs that change no model states: recomputation, the loss's chunks, the pipeline's schedule."""

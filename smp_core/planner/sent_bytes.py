@@ -8,7 +8,8 @@ with F bytes of full parameters (or of gradients, in the dtype that they are red
     one stage     (P - 1) / P F to the right neighbour
     two stages    (M - 1) / M F / K between nodes, (K - 1) / K F inside
 
-Sums across replicas are of what a rank holds of a unit. Compressed payloads are not counted here.
+Experts that are dealt to D ranks are in one stage over the P / D ranks with the same ones. Sums across replicas are of
+what a rank holds of a unit. Compressed payloads are not counted here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 
 from smp_core.plan import Plan, PlannedUnit, Stages, unit_bytes
 from smp_core.planner.context_bytes import exchanges, keys_and_values
+from smp_core.planner.expert_bytes import count_bytes, expert_degree, row_bytes
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import recomputation
 
@@ -31,7 +33,7 @@ def sent_bytes(
     """Return the bytes of a plan by "kind/link", as in "all_gather/inter".
 
     Args:
-        trace: of the model; None: bytes of context and tensor ranks are left out, and messages of stages.
+        trace: of the model; None: bytes of context, tensor and expert ranks are left out, and messages of stages.
         micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
         tokens: of a whole sequence.
         stage: the pipeline stage whose first rank sends.
@@ -47,6 +49,8 @@ def sent_bytes(
         sent.context(trace, micro_batch, count, tokens)
     if plan.layout.tensor > 1 and trace is not None:
         sent.tensor(trace, micro_batch, count, tokens)
+    if expert_degree(plan) > 1 and trace is not None:
+        sent.tokens(trace, micro_batch, count, tokens)
     if plan.stages is not None and trace is not None:
         sent.messages(trace, micro_batch, count, tokens, plan.stages)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
@@ -67,24 +71,27 @@ class _Sent:
         """Count gathers of a unit: in forward, and in backward where it was freed."""
         full = unit_bytes(self.plan, unit, "gathered")
         times = 1 if self.plan.keeps_parameters else count
-        self._over_partition("all_gather", full * times)
+        dealt = self._dealt(unit)
+        self._over_partition("all_gather", full * times, dealt)
         kept = self.plan.knobs.reshard_after_forward
         if unit.is_root or kept is False:
             return
-        if type(kept) is int:  # a copy that neighbours hold between forward and backward
+        if type(kept) is int and dealt == 1:  # a copy that neighbours hold between forward and backward
             self._ring("all_gather", kept, self.stride, full * times)
         else:
-            self._over_partition("all_gather", full * times)
+            self._over_partition("all_gather", full * times, dealt)
 
     def reductions(self, unit: PlannedUnit, count: int) -> None:
         """Count reductions inside the partition group, and the sum across replicas."""
         full = unit_bytes(self.plan, unit, "reduced")
-        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else count))
+        dealt = self._dealt(unit)
+        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else count), dealt)
         replicas, stride = self.plan.layout.replicate, self.shard * self.stride
-        held = full / self.shard
+        held = full * dealt / self.shard
         if self.plan.knobs.optimizer_shard == "world":
             self._in_stages("all_reduce", replicas, stride, held, 1)
-            self._in_stages("all_gather", replicas, stride, unit_bytes(self.plan, unit, "gathered") / self.shard, 1)
+            stepped = unit_bytes(self.plan, unit, "gathered") * dealt / self.shard
+            self._in_stages("all_gather", replicas, stride, stepped, 1)
         else:
             self._over_replicas(replicas, stride, held)
 
@@ -110,6 +117,14 @@ class _Sent:
         passes = self._blocks(trace) * count * whole
         self._ring("context_gather", degree, self.stride, gathered * passes)
         self._ring("context_reduce", degree, self.stride, summed * passes)
+
+    def tokens(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+        """Count rows to the ranks of their experts and back, of a balanced router, forward and backward, and the
+        numbers of rows; what is computed again sends nothing."""
+        degree, passes = expert_degree(self.plan), self._blocks(trace) * count
+        rows = row_bytes(self.plan, trace, micro_batch, tokens / self.plan.layout.context)
+        self._ring("expert_dispatch", degree, self.stride, passes * (2 * rows + count_bytes(self.plan, trace)))
+        self._ring("expert_combine", degree, self.stride, passes * 2 * rows)
 
     def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
         """Count what the two split products of each block send, in forward, where that is made again, and in backward;
@@ -156,9 +171,15 @@ class _Sent:
         sizes = [each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in whole]
         return float(sum(size for size in sizes if size <= row_bytes))
 
-    def _over_partition(self, kind: str, full: float) -> None:
+    def _dealt(self, unit: PlannedUnit) -> int:
+        """Return over how many ranks a unit's experts are dealt."""
+        return self.plan.dealt(self.plan.shapes.of_name(unit.parameters[0])) if unit.parameters else 1
+
+    def _over_partition(self, kind: str, full: float, dealt: int) -> None:
         inside = max(self.per_node // self.stride, 1)
-        if self.plan.hierarchical:
+        if dealt > 1:
+            self._ring(kind, self.shard // dealt, self.stride * dealt, full)
+        elif self.plan.hierarchical:
             self._add(kind, "inter", (self.shard - inside) / self.shard * full / inside)
             self._add(kind, "intra", (inside - 1) / inside * full)
         else:

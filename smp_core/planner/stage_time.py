@@ -35,10 +35,11 @@ _ROUNDS = 3
 _FIRST, _BETWEEN, _LAST, _ONLY = range(4)
 _PLACES = 4
 
-Seconds = tuple[float, float, float, float, float]
-"""Of a computation: computing, waiting for gathers and reductions, for tensor ranks, for context ranks, for copies."""
+Seconds = tuple[float, float, float, float, float, float]
+"""Of a computation: computing, waiting for gathers and reductions, for tensor ranks, for context ranks, for copies, for
+tokens."""
 
-_PARTS = ("compute", "gathers", "tensor", "context", "copies")
+_PARTS = ("compute", "gathers", "tensor", "context", "copies", "experts")
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,8 @@ class StagedModel(StepModel):
         it."""
         of_stages: list[StepTime] = []
         for stage in range(self.stages.count):
-            compute, gathers, tensor, context, copies = self._busy(of_size, stage, count)
-            own = (compute, gathers, replicas[stage], tensor, context, stepped[stage], copies)
+            compute, gathers, tensor, context, copies, tokens = self._busy(of_size, stage, count)
+            own = (compute, gathers, replicas[stage], tensor, context, stepped[stage], copies, tokens)
             of_stages.append(StepTime(*own, stage=stage))
         busiest = max(of_stages, key=lambda each: each.total)
         mean = sum(each.total for each in of_stages) / len(of_stages)
@@ -230,20 +231,22 @@ class StagedModel(StepModel):
 
     def _measured(self, micro_batch: int) -> _OfSize:
         held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
-        block = self.trace.block[self.mode].at(micro_batch, held)
+        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
         chunked = self.plan.knobs.chunked_cross_entropy is not None
-        key = (micro_batch, held, degree, self.mode, chunked)
+        key = (micro_batch, held, degree, self.mode, chunked, self.experts)
         if key not in self._shared:
             self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
         computing, around = self._shared[key]
         split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
+        of_tokens = self._expert_seconds(micro_batch, held)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
         of_split = split / passes, split * (passes - 1) / passes
         of_block = []
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
-            of_block.append([(computing[way], each, of_split[way], of_shared[way], copies) for each in waited])
+            others = (of_split[way], of_shared[way], copies, of_tokens[way])
+            of_block.append([(computing[way], each, *others) for each in waited])
         # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
         return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], self.hop[0])
 

@@ -17,6 +17,9 @@ A step has eight points that can be the highest. L blocks, of which L (or as man
                 parameters are stored in
     step        all gradients and optimizer states, and no activations
 
+Where experts are dealt to ranks, a block gathers and reduces those that are here. With recomputation it keeps its rows
+twice, as they came to experts and back; without it rows that were sent stand for those that are kept anyway.
+
 A partition group of one rank that FSDP2 casts for gathers into no buffers, but its reductions put out as much as they
 take: there is one more point, while the last block's gradients are reduced.
 
@@ -40,6 +43,7 @@ from dataclasses import dataclass, replace
 
 from smp_core.plan import GIB, Plan, communicators
 from smp_core.planner.context_bytes import beside_attention
+from smp_core.planner.expert_bytes import dealt_elements, row_bytes
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
 from smp_core.planner.stage_part import StagePart, StageStates, states_of
@@ -184,9 +188,11 @@ class _Points:
             self.kept = self.block_kept / self.tensor + gathered
         else:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
+        self.rows = row_bytes(plan, trace, micro_batch, held)
+        self.kept += 0.0 if mode == "none" else 2 * self.rows
         self.tokens = micro_batch * held
         self.inputs = inputs
-        self.sizes = _UnitBytes.of(plan, self.part, trace.trained)
+        self.sizes = _UnitBytes.of(plan, self.part, trace)
         # Unsharded gradients have the dtype that is computed with; without units they are those of the parameters.
         self.of_gradient = 1.0 if plan.gathers else plan.shapes.parameters[0].dtype.itemsize / 2
         self.waiting = self._waiting()
@@ -206,8 +212,8 @@ class _Points:
             # The last block's input is gone in the next one's backward; where inputs are on the host, another came.
             inputs = min(blocks + reached - 1, self.part.chunk)
             activations = self._working(reached) + inputs * self.kept + self.waiting
-            own = self._reduced() if reached == 2 else 0.0
-            of_last = own / self.plan.shard_degree if self.count == 1 else 0.0  # else it is added to earlier sums
+            own, out = (self._reduced(), self._reduced_part()) if reached == 2 else (0.0, 0.0)
+            of_last = out if self.count == 1 else 0.0  # else it is added to earlier sums
             gradients = earlier + of_last + self._held(reached)
             points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
         if self.is_alone:
@@ -259,7 +265,7 @@ class _Points:
         # were sent to masters have their parts of it.
         adds = self.count > 1 and not self.plan.keeps_gradients
         sums = self.sums.sums * (1.0 if adds else 1 - of_root) + self.sums.of_masters * (1 - of_root)
-        own = 0.0 if adds else reduced / self.plan.shard_degree
+        own = 0.0 if adds else self._reduced_part()
         held = of_root * self.sums.held if self.count > 1 else 0.0
         first = self._working(2) + min(2, blocks) * self.kept + waiting
         before_first = self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
@@ -298,6 +304,10 @@ class _Points:
     def _reduced(self) -> float:
         return self.sizes.reduced if self.plan.gathers else 0.0
 
+    def _reduced_part(self) -> float:
+        """Return what a rank gets of a block's sums."""
+        return self.sizes.reduced_part if self.plan.gathers else 0.0
+
     def _gathered(self, reached: int, in_forward: bool = False) -> float:
         """Return the bytes that are gathered in forward's loss (``reached=0``), or when backward has come to so many
         blocks; one more: it has left all."""
@@ -312,7 +322,7 @@ class _Points:
             was_gathered = not self.is_alone and (self.count == 1 or not self.plan.keeps_parameters)
             buffer = block if in_forward and was_gathered else 0.0
             return self.states.gathered + buffer - (max(freed - 1, 0) * block if self.frees else 0.0)
-        copies = block / kept if type(kept) is int else 0.0
+        copies = self.sizes.copied / kept if type(kept) is int else 0.0
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
             return root + (0.0 if self.part.is_whole else copies * blocks)
@@ -345,6 +355,9 @@ class _Points:
         elif stages is not None and not self.part.is_last:
             behind = StagePart.of(self.plan, self.trace, stages.count - 1).behind
             held = max(held - behind * of_element, 0.0)
+        if self.rows and reached in (1, 2):  # of experts only those that are here
+            whole, dealt = dealt_elements(self.plan, self.trace)
+            held = max(held - (whole - dealt) * of_element, held * dealt / whole)
         return held * self.of_gradient
 
 
@@ -366,7 +379,9 @@ class _UnitBytes:
     """Bytes of one block and of the root.
 
     Attributes:
-        gathered, reduced: of a block, as these are done.
+        gathered, reduced: of a block, as these are done; of experts that are dealt out those that are here.
+        copied: of what is gathered of a block, what a node may keep a copy of.
+        reduced_part: what a rank gets of a block's sums.
         cast: of a block's part on one rank, where it is cast to what parameters are stored in; 0: it is not.
         root_gradients: of the root, before they are reduced.
         root_share: the root's part of all trained elements.
@@ -374,6 +389,8 @@ class _UnitBytes:
 
     gathered: float
     reduced: float
+    copied: float
+    reduced_part: float
     cast: float
     root_gradients: float
     root_reduced: float
@@ -381,16 +398,20 @@ class _UnitBytes:
     root_share: float
 
     @classmethod
-    def of(cls, plan: Plan, part: StagePart, trained: tuple[float, float]) -> _UnitBytes:
+    def of(cls, plan: Plan, part: StagePart, trace: ModelTrace) -> _UnitBytes:
+        trained, (whole, dealt) = trace.trained, dealt_elements(plan, trace)
         block, root = trained[0] * part.block_elements, trained[1] * part.root
+        elsewhere = whole - dealt
         of_all = root + part.blocks * block
         first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         return cls(
-            gathered=part.block_elements * gathered,
-            reduced=block * reduced,
+            gathered=(part.block_elements - elsewhere) * gathered,
+            reduced=(block - trained[0] * elsewhere) * reduced,
+            copied=(part.block_elements - whole) * gathered,
+            reduced_part=block * reduced / plan.shard_degree,
             cast=block * cast,
             root_gradients=root * gathered,
             root_reduced=root * reduced,

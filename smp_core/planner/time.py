@@ -19,12 +19,13 @@ from smp_core.cluster import Collectives, Kind, Links
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.devices import Device
+from smp_core.planner.expert_bytes import count_bytes, dealt_elements, expert_degree, row_bytes
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
 
-TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "pipeline")
+TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "experts", "pipeline")
 
 STEP_BYTES = 28
 """AdamW reads parameter, gradient and two states and writes all but the gradient, float32 each."""
@@ -36,7 +37,8 @@ HOST_BANDWIDTH = 150e9
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step: of computing, and of what is waited for beside it; with pipeline stages of the one
-    that is busy longest, which waits for the others, and for messages, in ``pipeline``.
+    that is busy longest, which waits for the others, and for messages, in ``pipeline``. ``experts``: of tokens that go
+    to their ranks and back.
 
     Attributes:
         stage: that one; over_mean: how much longer it is busy than the mean stage, as a share.
@@ -49,6 +51,7 @@ class StepTime:
     context: float
     optimizer: float
     copies: float
+    experts: float = 0.0
     pipeline: float = 0.0
     stage: int = 0
     over_mean: float = 0.0
@@ -76,11 +79,20 @@ def computing_seconds(
 
 
 def computed_seconds(
-    trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
+    trace: ModelTrace,
+    hardware: Hardware,
+    mode: str,
+    micro_batch: int,
+    tensor: int,
+    context: int,
+    held: float,
+    experts: int = 1,
 ) -> tuple[float, float]:
-    """Return the seconds that a block computes forward and backward, and what is left of the model, at the least."""
+    """Return the seconds that a block, whose experts are dealt to so many ranks, computes forward and backward, and
+    what is left of the model, at the least."""
     device, fitted = hardware.device, hardware.fitted
-    block, rest = trace.block[mode].at(micro_batch, held), trace.rest[mode].at(micro_batch, held)
+    block = trace.block[mode].at(micro_batch, held).of_experts_over(experts)
+    rest = trace.rest[mode].at(micro_batch, held)
     degree = trace.rest_degree(tensor)
     of_rest = [computing_seconds(rest, phase, degree, device, fitted) for phase in ("forward", "backward")]
     return sum(pass_seconds(block, tensor, context, device, fitted)), sum(of_rest)
@@ -130,6 +142,16 @@ class StepModel:
         self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
         again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
+        self.experts, (whole, dealt) = expert_degree(plan), dealt_elements(plan, trace)
+        if self.experts > 1:  # units of their own, gathered over fewer ranks
+            n, share = of_blocks - whole, trace.trained[0]
+            exact, stored = dealt * gathered.itemsize, gathered.itemsize
+            self.gather[0] = of.partition("all_gather", n * stored, spare_gather) + of.same_experts("all_gather", exact)
+            sums = of.same_experts("reduce_scatter", dealt * share * reduced.itemsize)
+            self.sum[0] = of.partition("reduce_scatter", n * share * reduced.itemsize, spare_sum) + sums
+            again = self.gather[0]
+            if type(kept) is int:
+                again = of.inside(n * stored) + of.same_experts("all_gather", exact)
         self.gather_again = 0.0 if kept is False else again
         self.spare_hop, self.stored = spare_hop, gathered.itemsize
         if not plan.gathers:
@@ -138,10 +160,8 @@ class StepModel:
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
         held = self.tokens / self.plan.layout.context
-        block, rest = (
-            self.trace.block[self.mode].at(micro_batch, held),
-            self.trace.rest[self.mode].at(micro_batch, held),
-        )
+        rest = self.trace.rest[self.mode].at(micro_batch, held)
+        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
         forward, backward = self._computing(block, self.plan.layout.tensor)
         of_rests = self._computing(rest, self.trace.rest_degree(self.plan.layout.tensor))
         of_rest = sum(of_rests)
@@ -153,7 +173,8 @@ class StepModel:
         context = count * self.trace.blocks * sum(self._context_seconds(block))
         copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
         stepped = self._optimizer_seconds(self.plan.split_shapes.elements)
-        return StepTime(compute, gathers, replicas, split, context, stepped, copies)
+        tokens = count * self.trace.blocks * sum(self._expert_seconds(micro_batch, held))
+        return StepTime(compute, gathers, replicas, split, context, stepped, copies, tokens)
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
         """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
@@ -193,6 +214,15 @@ class StepModel:
         whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
         gather = self.collectives.context("all_gather", whole)
         return gather, (gathers - 1) * gather + self.collectives.context("reduce_scatter", summed * whole)
+
+    def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
+        """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
+        before them, and in backward. An all-to-all takes what a gather of all its rows takes."""
+        if self.experts == 1:
+            return 0.0, 0.0
+        rows, counts = row_bytes(self.plan, self.trace, micro_batch, held), count_bytes(self.plan, self.trace)
+        both = 2 * self.collectives.tokens(rows)
+        return both + self.collectives.tokens(counts), both
 
     def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
         """Return what copies of inputs to the host and back add to a block's two passes."""
@@ -239,10 +269,27 @@ class _GroupCollectives:
         self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
         self.in_stages = plan.hierarchical
         self.scatters = plan.knobs.optimizer_shard == "world"
+        self.experts = expert_degree(plan)
 
     def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
         """Return the seconds of a collective over a partition group."""
         return self._over(kind, self.degree, n_bytes, spared)
+
+    def same_experts(self, kind: Kind, n_bytes: float) -> float:
+        """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
+        the same beside them."""
+        ranks, together = self.degree // self.experts, max(self.per_node // self.experts, 1)
+        if ranks == 1 or self.degree <= self.per_node:
+            return self._of("intra").seconds(kind, ranks, n_bytes) if ranks > 1 else 0.0
+        nodes = self.degree // self.per_node
+        if together == 1:
+            return self._between(kind, nodes, n_bytes)
+        crowded = n_bytes * self.slowed(nodes) * self.layout.tensor * self.experts
+        return self._of("flat").seconds(kind, ranks, crowded)
+
+    def tokens(self, n_bytes: float) -> float:
+        """Return the seconds of one exchange of rows between the ranks that experts are dealt to, on one node."""
+        return self._of("intra").seconds("all_gather", self.experts, n_bytes)
 
     def inside(self, n_bytes: float) -> float:
         """Return the seconds of a gather over the ranks of a partition group on one node."""

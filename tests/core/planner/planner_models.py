@@ -8,6 +8,13 @@ import torch
 from torch import nn
 
 WIDTH = 64
+MIXTURE: dict[str, Any] = {
+    **{"model_type": "mixtral", "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96, "tie_word_embeddings": False},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+"""A Mixtral of four experts a layer, two for each token."""
 
 
 class Block(nn.Module):

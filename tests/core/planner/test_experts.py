@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from smp_core.planner import Workload, plan
+from smp_core.config import SmpConfig
+from smp_core.engine.decide import decide
+from smp_core.entry import parallelize
+from smp_core.plan import TRAINERS_OWN, Cluster, Shapes, estimate
+from smp_core.planner import RunningStep, Workload, plan, plan_run
 from smp_core.planner.devices import DEVICES
-from smp_core.planner.explain import as_dict, table
+from smp_core.planner.dry_run import dry_run_of
+from smp_core.planner.explain import as_dict, as_yaml, table
 from smp_core.planner.fitted import FITTED
+from smp_core.planner.hardware import Hardware
 from smp_core.planner.known_models import KNOWN_MODELS
 from smp_core.planner.model_source import build
 from smp_core.planner.model_trace import Figures, ModelTrace
-from smp_core.planner.time import computing_seconds, model_flops
+from smp_core.planner.planner import layout_words
+from smp_core.planner.search import search
+from smp_core.planner.sent_bytes import sent_bytes
+from smp_core.planner.stage_time import StagedModel, step_model
+from smp_core.planner.step_memory import peak_memory
+from smp_core.planner.time import computed_seconds, computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
+from smp_core.topology import Topology
+from tests.core.planner.planner_models import MIXTURE
+from tests.harness import run_ranks
 
 TOKENS, EXPERTS = 64, 8
+EXPERTS_KNOB = "expert_parallel_degree"
 COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -119,7 +136,7 @@ def gpt_oss() -> ModelTrace:
 def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss: ModelTrace) -> None:
     """Of three blocks of 8 experts with three matrices of 64 x 96, two experts for a token."""
     matrices = 3 * EXPERTS * 3 * 64 * 96
-    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8), fixed={"shard": 4})
+    found = plan(gpt_oss, "1x4:h100-80g", Workload(TOKENS, 8), fixed={"shard": 4, "expert_parallel_degree": 1})
     experts = as_dict(found)["chosen"]["experts"]
     assert experts["parameters"] == matrices
     assert experts["active_parameters"] == gpt_oss.parameters - matrices * (1 - 2 / EXPERTS)
@@ -127,7 +144,91 @@ def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(gpt_oss
     # Gathered forward and backward in bfloat16, and reduced in float32, by a ring of four; the root is gathered once.
     assert experts["sent_bytes"] == pytest.approx(matrices * (2 + 2 + 4) * 3 / 4, rel=0.02)
     assert experts["state_bytes"] == pytest.approx(matrices * 16 / 4, rel=0.02)
-    assert "expert_parallel_degree is not searched" in str(table(found).caption)
+    assert "expert_parallel_degree=1" in str(table(found).caption)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> ModelTrace:
+    return trace_model("mixture", TOKENS, MIXTURE)
+
+
+def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
+    """On nodes of four, of four experts; with pipeline stages and without."""
+    hardware, alone = Hardware.parse("2x4:h100-80g@100gbps"), {"tensor_parallel_degree": 1}
+    found = search(mixture, hardware, Workload(TOKENS, 64), alone, prunes=False).ranked
+    seen = {(each.plan.knobs.expert_parallel_degree, each.plan.layout.pipeline > 1) for each in found}
+    assert seen == {(degree, staged) for degree in (1, 2, 4) for staged in (False, True)}
+    given = plan(mixture, "2x4:h100-80g@100gbps", Workload(TOKENS, 64), fixed={"shard": 8, EXPERTS_KNOB: "node"})
+    assert given.chosen.plan.knobs.expert_parallel_degree == 4 and given.chosen.time.experts > 0
+    assert f"{EXPERTS_KNOB}: node" in as_yaml(given) and "experts 4" in layout_words(given.chosen)
+    with pytest.raises(ValueError, match="expert_parallel_degree=4; fix it at 1"):
+        dry_run_of(replace(given, model="mixtral-8x7b"))
+
+
+@pytest.mark.parametrize(("asked", "is_planned"), [("auto", True), (2, False)])
+def test_an_open_expert_degree_is_planned_when_a_run_starts(asked: Any, is_planned: bool) -> None:
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)).bfloat16()
+    batch = {"sequence": 32, "micro_batch": 2, "cluster": "2x4:h100-80g@100gbps"}
+    cluster = Cluster(Topology.uniform(8, 4), "cpu", host_memory=2**36)
+    step = RunningStep(torch.device("cpu"), "forward", TRAINERS_OWN, 1)
+    found = plan_run(model, SmpConfig(plan=batch, expert_parallel_degree=asked), cluster, step)
+    assert (EXPERTS_KNOB in found.knobs) == is_planned and found.knobs["shard_degree"] % (1 if is_planned else 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({EXPERTS_KNOB: 3}, "does not divide the 4 ranks of a node and the 4 experts.*write 1, 2, 4, 'node' or 'auto'"),
+        ({EXPERTS_KNOB: 4, "shard": 2}, "has to divide shard_degree=2 and the 4 experts of a layer; allowed: 1, 2"),
+        ({EXPERTS_KNOB: 4, "tensor": 2}, "more than the 2 tensor groups of tensor_parallel_degree=2 on a node"),
+    ],
+)
+def test_wrong_expert_degrees_are_refused(mixture: ModelTrace, fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(mixture, "2x4:h100-80g@100gbps", Workload(TOKENS, 64), fixed={**fixed, "pipeline": 1})
+
+
+def test_units_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+    real = Shapes.of(model, SmpConfig(expert_parallel_degree=2)).units
+    assert mixture.of_precision("none", "mixed", dealt=True).units.units == real.units
+
+
+def test_experts_on_several_ranks_gather_their_part_and_recomputation_keeps_rows(mixture: ModelTrace) -> None:
+    """A rank holds as much in all. Gathers of two blocks are smaller by what other ranks have of the experts."""
+    cluster, experts = Hardware.parse("1x4:h100-80g").cluster(), 4 * 3 * 64 * 96  # elements of a block's
+    others = {"activations": "full"}
+    whole, dealt = (
+        decide(mixture.of_precision("full", "mixed", n > 1), knobs_of(4, n, others), cluster) for n in (1, 4)
+    )
+    both = [peak_memory(each, mixture, 8, 2, TOKENS) for each in (whole, dealt)]
+    assert both[0].parameters == both[1].parameters and both[0].optimizer == both[1].optimizer
+    assert estimate(whole).gathered - estimate(dealt).gathered == 2 * experts * 3 / 4 * 2
+    rows = 2 * 8 * TOKENS * 64 * 2  # two for each token, in bfloat16
+    assert both[1].activations - both[0].activations == pytest.approx(4 * 2 * rows, abs=8)
+
+
+def test_bounds_of_a_search_are_of_the_experts_that_a_rank_reads(mixture: ModelTrace) -> None:
+    """What plans share, and what blocks compute at least, are of each expert degree; launching takes no time."""
+    hardware = replace(Hardware.parse("1x8:h100-80g"), fitted=replace(FITTED, launching=0.0))
+    shared: dict[Any, Any] = {}
+    for experts in (1, 4):
+        made = [
+            decide(mixture.of_precision("none", "mixed", experts > 1), knobs_of(4, experts, others), hardware.cluster())
+            for others in ({}, {"pipeline_parallel_degree": 2})
+        ]
+        machines = (mixture, hardware, hardware.links(), TOKENS, hardware.fitted)
+        whole, staged, again = (
+            step_model(made[0], *machines),
+            step_model(made[1], *machines, shared),
+            step_model(made[1], *machines, {}),
+        )
+        of_block, of_rest = computed_seconds(mixture, hardware, "none", 1, 1, 1, TOKENS, experts)
+        assert whole.step(1, 1).compute == pytest.approx(mixture.blocks * of_block + of_rest)
+        assert isinstance(staged, StagedModel) and isinstance(again, StagedModel)
+        assert staged.step(1, 4, 4) == again.step(1, 4, 4)
+        assert staged.least(1, 4, 4) <= staged.step(1, 4, 4).total
 
 
 def test_a_recomputation_that_a_model_does_not_train_with_is_left_out_and_says_why(gpt_oss: ModelTrace) -> None:
@@ -150,3 +251,51 @@ def test_products_of_few_tokens_take_the_reading_of_all_experts() -> None:
     figures = Figures(forward_experts=2**30, forward_weights=2**30)
     seconds = computing_seconds(figures, "forward", 1, device)
     assert seconds == pytest.approx(2**30 / (device.hbm * FITTED.moving))
+
+
+DEGREES = [(4, 1, {}), (4, 2, {}), (2, 2, {}), (4, 2, {"activations": "full", "reshard_after_forward": 2})]
+"""Shard and expert degrees on 2 nodes of 2 ranks, and other knobs."""
+SAMPLES, COUNT = 2, 2
+
+
+def knobs_of(shard: int, experts: int, others: dict[str, Any]) -> SmpConfig:
+    degrees = {"shard_degree": shard, "expert_parallel_degree": experts}
+    return SmpConfig(**degrees, param_dtype="bfloat16", **others)
+
+
+def sent_with_even_choices() -> list[dict[str, float]]:
+    """The bytes of a step of each case, by a router that gives all experts as many tokens."""
+    found = []
+    for case in DEGREES:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+        parallel = parallelize(model, knobs_of(*case))
+        for site in parallel.plan.shapes.experts:
+            model.get_submodule(site.name).register_forward_pre_hook(_evenly)
+        ids = torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+        for number in range(COUNT):
+            with parallel.window.accumulate(number < COUNT - 1):
+                model(input_ids=ids, labels=ids).loss.backward()
+        parallel.window.close()
+        parallel.meter.close_step()
+        found.append(parallel.meter.per_step())
+    return found
+
+
+def _evenly(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    hidden, chosen, weights = args
+    even = torch.arange(chosen.numel()).view(chosen.shape) % module.num_experts
+    return hidden, even, weights
+
+
+def test_planned_bytes_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
+    """5 %: what else is sent beside units and tokens is of a few numbers."""
+    ran = run_ranks(sent_with_even_choices, 4, ranks_per_node=2)[0]
+    cluster = Hardware.parse("2x2:h100-80g@100gbps").cluster()
+    for case, seen in zip(DEGREES, ran, strict=True):
+        asked = knobs_of(*case)
+        shapes = mixture.of_precision(str(asked.activations.checkpoint), "mixed", case[1] > 1)
+        planned = sent_bytes(decide(shapes, asked, cluster), mixture, SAMPLES, COUNT, TOKENS)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce", "expert_dispatch", "expert_combine")
+        for name in (f"{kind}/{link}" for kind in kinds for link in ("intra", "inter")):
+            assert planned.get(name, 0.0) == pytest.approx(seen.get(f"{name}_bytes", 0.0), rel=0.05), (case, name)

@@ -31,7 +31,7 @@ from smp_core.planner.step_memory import peak_memory, recomputation
 from smp_core.planner.time import StepModel, StepTime, exposed_seconds
 from smp_core.planner.trace import trace, trace_model
 from smp_core.run_log import write as run_log
-from tests.core.planner.planner_models import WIDTH
+from tests.core.planner.planner_models import MIXTURE, WIDTH
 from tests.harness import ROOT
 
 HEADS, TOKENS, WORDS = 4, 32, 96
@@ -44,6 +44,11 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def tiny() -> ModelTrace:
     return trace_model("tiny", TOKENS, TINY)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> ModelTrace:
+    return trace_model("mixture", TOKENS, MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -380,39 +385,47 @@ def test_what_a_search_leaves_out_by_bounds_is_not_what_it_picks(
     assert fastest_of_each(pruned) == fastest_of_each(full)
 
 
-def drawn_request(seed: int) -> tuple[str, int, dict[str, Any]]:
-    """Draw machines, a global batch, and a number of stages that is given or open."""
+def drawn_request(seed: int) -> tuple[str, int, bool, dict[str, Any]]:
+    """Draw machines, a global batch, whether the model is a mixture, and a number of stages and an expert degree that
+    are given or open."""
     draw = random.Random(seed)
     nodes, ranks = draw.choice([1, 2, 4]), draw.choice([2, 4])
     device, rate = draw.choice(["a100-40g", "h100", "rtx-4090"]), draw.choice([1, 10, 100, 400])
     stages = draw.choice([each for each in (None, 2, 4) if each is None or each <= nodes * ranks])
     batch = nodes * ranks * draw.choice([2, 4, 8])
-    return f"{nodes}x{ranks}:{device}@{rate}gbps", batch, {} if stages is None else {"pipeline": stages}
+    is_mixture, experts = draw.choice([False, True]), draw.choice([None, 2, "node"])
+    experts = "node" if nodes * ranks == stages else experts  # no stage has two ranks
+    fixed = {"pipeline": stages, "expert_parallel_degree": experts if is_mixture else None}
+    given = {knob: value for knob, value in fixed.items() if value is not None}
+    return f"{nodes}x{ranks}:{device}@{rate}gbps", batch, is_mixture, given
 
 
-def without_bounds(traced: ModelTrace, seeds: Iterable[int]) -> list[str]:
+def without_bounds(tiny: ModelTrace, mixture: ModelTrace, seeds: Iterable[int]) -> list[str]:
     """Which drawn searches pick something else than the full one, or miss its fastest."""
     wrong = []
     for seed in seeds:
-        cluster, batch, fixed = drawn_request(seed)
+        cluster, batch, is_mixture, fixed = drawn_request(seed)
+        traced = mixture if is_mixture else tiny
         hardware, work = Hardware.parse(cluster), Workload(TOKENS, batch)
+        if is_mixture:  # the time of reading experts counts, not that of launching kernels
+            hardware = replace(hardware, fitted=replace(FITTED, launching=0.0))
         knobs = read_fixed(fixed)
         pruned, full = (search(traced, hardware, work, fixed=knobs, prunes=prunes) for prunes in (True, False))
         ours, theirs = pruned.ranked[0], full.ranked[0]
         picks_alike = (ours.knobs, ours.micro_batch, ours.time) == (theirs.knobs, theirs.micro_batch, theirs.time)
         fastest = [min(each.time.total for each in found.ranked) for found in (pruned, full)]
         if not picks_alike or fastest[0] != fastest[1]:
-            wrong.append(f"seed {seed}: {cluster}, {batch}, {fixed}")
+            wrong.append(f"seed {seed}: {cluster}, {batch}, {'mixture' if is_mixture else 'tiny'}, {fixed}")
     return wrong
 
 
-def test_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace) -> None:
-    assert without_bounds(tiny, range(8)) == []
+def test_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace, mixture: ModelTrace) -> None:
+    assert without_bounds(tiny, mixture, range(8)) == []
 
 
 @pytest.mark.slow
-def test_many_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace) -> None:
-    assert without_bounds(tiny, range(8, 100)) == []
+def test_many_drawn_searches_pick_what_full_ones_do(tiny: ModelTrace, mixture: ModelTrace) -> None:
+    assert without_bounds(tiny, mixture, range(8, 100)) == []
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
