@@ -29,7 +29,9 @@ def take_in_attached(model: Any) -> None:
         ValueError: ranks attached different parameters, or the model's layout has no place for them. On all ranks.
     """
     window, mesh = model.window, model.mesh
-    named = {name: each for name, each in model.module.named_parameters() if not isinstance(each, DTensor)}
+    # By name: ranks may have attached them in another order, and take part in the broadcast in this one.
+    by_name = sorted(model.module.named_parameters(), key=lambda pair: pair[0])
+    named = {name: each for name, each in by_name if not isinstance(each, DTensor)}
     if isinstance(window, AccumulationWindow):
         known = window.replicated_ids()
         attached = {name: parameter for name, parameter in named.items() if id(parameter) not in known}
@@ -62,13 +64,14 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
     Raises:
         ValueError: on all ranks.
     """
-    own = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in attached.items()]
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in attached.items()]
     by_rank = of_all_ranks(own)
     for rank, theirs in enumerate(by_rank):
         odd = sorted(set(theirs).symmetric_difference(by_rank[0]))
         if odd:
-            name, shape, dtype = odd[0]
+            name, shape, dtype, trained = odd[0]
             raise ValueError(
-                f"ranks 0 and {rank} attached different parameters to the model: {name} {list(shape)} {dtype} is on "
-                "one of them only; attach the same adapters on all ranks, before or after the model is prepared"
+                f"ranks 0 and {rank} attached different parameters to the model: {name} {list(shape)} {dtype}, "
+                f"requires_grad={trained}, is on one of them only; attach the same adapters on all ranks, before or "
+                "after the model is prepared"
             )

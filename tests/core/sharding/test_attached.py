@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base(x)
-        return (y if not hasattr(self, "adapter") else y + self.adapter(x)).tanh()
+        return (y if not hasattr(self, "adapter") else y + self.adapter(x) - 2 * self.other(x)).tanh()
 
 
 class Net(nn.Module):
@@ -52,10 +52,12 @@ def net() -> Net:
     return Net().double().requires_grad_(False)
 
 
-def attach(model: Any, seed: int, width: int = 2) -> None:
+def attach(model: Any, seed: int, width: int = 2, swapped: bool = False) -> None:
+    """Attach two adapters to each block, of other values for each seed."""
     torch.manual_seed(seed)
     for block in model.blocks:
-        block.adapter = nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).double()
+        for name in ("other", "adapter") if swapped else ("adapter", "other"):
+            setattr(block, name, nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).double())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> None:
@@ -92,7 +94,7 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
         attach(model, rank)
     parallel = parallelize(model, asked, topology=Topology.discover())
     if order == "after":
-        attach(model, rank)
+        attach(model, rank, swapped=rank % 2 == 1)
     # Frozen parameters have no gradients, and are not stepped.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if order == "in a group" else adamw(model)
     parallel.prepare_optimizer(optimizer)
@@ -160,4 +162,4 @@ def saved_and_loaded(folder: Any) -> list[bool]:
 
 def test_checkpoints_hold_what_was_attached(tmp_path: Any) -> None:
     for seen in run_ranks(saved_and_loaded, 2, tmp_path):
-        assert all(seen) and len(seen) == 12
+        assert all(seen) and len(seen) == 20
