@@ -82,7 +82,6 @@ class RankWatch:
         self._failure: str | None = None
         self._left = False  # in good order
         self._reported = False
-        self._shows_windows = False
         self._stumbled = False
         self._heard: dict[int, str] = {}  # by run: what another rank has found out
         self._seen: _Signs | None = None  # at the last look by itself
@@ -122,7 +121,7 @@ class RankWatch:
         if self.between_runs:
             self.meetings.meet_in_all_groups(call)
         self._runs += 1
-        self._failure, self._reported, self._shows_windows, self._ends_at = None, False, False, None
+        self._failure, self._reported, self._ends_at = None, False, None
         self.step, self.between_runs = 0, False
         self._beat()
 
@@ -203,11 +202,8 @@ class RankWatch:
             pause = min(2 * pause, self.interval)
 
     def show_windows(self) -> None:
-        """Put on the boards, once for a failure, what this rank says of its last windows: all of them in short under
-        one key, and each whole under its own."""
-        if self._shows_windows:
-            return
-        self._shows_windows = True
+        """Put on the boards what this rank says of its last windows: all in short under one key, each whole under its
+        own."""
         key, windows = f"windows/{self._runs}/{self.rank}", here.compared.items()
         for board in self.boards:
             for number, window in windows:
