@@ -271,7 +271,7 @@ class BlockForward:
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         axis, tokens, stack = self.stack.axis, self.stack.tokens[self.place], self.stack
         args, kwargs = with_hidden(args, kwargs, _plain)
-        if self.stack.is_tried and self.found is None and not tokens.split:
+        if stack.is_tried and self.found is None and not tokens.split:
             self._try_out(args, kwargs)
         args, kwargs = with_hidden(args, kwargs, lambda hidden: self._enter(hidden, tokens.split))
         if not tokens.split:
