@@ -138,8 +138,8 @@ class WindowRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LeftToDevice:
-    """A window whose comparison only the device knows (:class:`smp_core.watch.whereabouts.Compared`). Nothing is made
-    of it unless the device stops there: each step leaves one."""
+    """A window whose comparison only the device knows (:class:`smp_core.watch.compared_windows.Compared`). Nothing is
+    made of it unless the device stops there: each step leaves one."""
 
     issued: IssuedCollectives
     layout: Layout
