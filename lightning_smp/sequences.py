@@ -74,7 +74,7 @@ class SharedSequences:
 
     def active(self) -> AbstractContextManager[None]:
         """Return the context to enter around a step and around backward."""
-        return enabled(self.split)
+        return contextlib.nullcontext() if self.split is None else enabled(self.split)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss from which backward starts."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.config.config import SmpConfig as SmpConfig
+    from smp_core.config.config import DEFAULTS as DEFAULTS, SmpConfig as SmpConfig
     from smp_core.config.fp8_recipe import Fp8Recipe as Fp8Recipe
     from smp_core.config.plan_recipes import AutoPlan as AutoPlan
     from smp_core.config.recipe import nested as nested

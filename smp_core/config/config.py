@@ -436,7 +436,7 @@ class SmpConfig:
         dataclasses.replace every field), those that are not at their defaults."""
         if len(self._given) < len(self.knobs()):
             return self._given
-        return frozenset(knob for knob in self.knobs() if self.asked(knob) != getattr(_DEFAULTS, knob))
+        return frozenset(knob for knob in self.knobs() if self.asked(knob) != getattr(DEFAULTS, knob))
 
     def with_asked(self, by: str = "", /, **knobs: Any) -> SmpConfig:
         """Return a copy in which other values were asked for of some knobs. What the others became stays.
@@ -488,7 +488,7 @@ class SmpConfig:
 
     def _why(self, name: str) -> str:
         knob, _, inner = name.partition(".")
-        is_default = self.asked(name) == attrgetter(name)(_DEFAULTS)
+        is_default = self.asked(name) == attrgetter(name)(DEFAULTS)
         # A recipe that was written somewhere leaves most of its fields alone.
         origin = self._origins.get(name) or (None if inner and is_default else self._origins.get(knob))
         if name in self._reasons:
@@ -506,4 +506,4 @@ def _fields_of(knob: str) -> tuple[str, ...]:
     return tuple(f"{knob}.{name}" for name in RECIPES[knob].readers()) if knob in RECIPES else ()
 
 
-_DEFAULTS = SmpConfig()
+DEFAULTS = SmpConfig()

@@ -13,8 +13,8 @@ from smp_core.context_parallel import chunk_losses
 from smp_core.engine.conversions import change_this_process, follow_window, move_plain_tensors
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.plan import GivenSharding, Plan
-from smp_core.sharding import NativeWindow, ReplacedParameters, apply_fsdp_options, register_forward_methods
-from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled
+from smp_core.sharding import NativeWindow, ReplacedParameters, register_forward_methods
+from smp_core.sharding.fsdp import Calls, adopt_units, apply_fsdp_options, explain_uncalled
 from smp_core.sharding.gradients import AccumulationWindow
 from smp_core.sharding.weights import broadcast_from_rank_0
 

@@ -33,6 +33,7 @@ class Compilation(Subject):
     name = "compilation"
     page = "configuration.md"
     knobs = ("compile",)
+    optional = True
     apart = (
         Clash(
             "sharding",

@@ -49,13 +49,19 @@ from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_s
 from smp_core.plan import Plan, Stages, units_with
 from smp_core.sharding import (
     ReplacedParameters,
-    apply_fsdp_options,
     compute_with_unsharded_tensors,
     reduce_scalars,
     refuse_to_pickle_shards,
     register_forward_methods,
 )
-from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
+from smp_core.sharding.fsdp import (
+    Calls,
+    ShardedUnit,
+    apply_fsdp_options,
+    explain_uncalled,
+    passing_by,
+    shard_units,
+)
 from smp_core.sharding.gradients import AccumulationWindow, Window
 from smp_core.sharding.optimizer import WorldSharding, drop_with_zero_grad
 from smp_core.sharding.weights import (

@@ -49,7 +49,8 @@ def decide(
     settle_precision(draft)
     draft.layout = settle_layout(draft, cluster.topology)
     for subject in SUBJECTS:
-        subject.settle(draft)
+        if not subject.is_off(draft.knobs):
+            subject.settle(draft)
     return draft.plan()
 
 

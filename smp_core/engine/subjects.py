@@ -41,6 +41,8 @@ def lines_of_subjects(plan: Plan, parallel: object = None) -> list[str]:
     """
     lines: list[str] = []
     for subject in SUBJECTS:
+        if subject.is_off(plan.knobs):
+            continue
         made = getattr(parallel, subject.part) if parallel is not None and subject.part else None
         lines += subject.describe(plan, made)
     return lines

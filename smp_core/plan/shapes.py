@@ -100,10 +100,12 @@ class Shapes:
             ValueError: a rule of units or checkpointing that matches nothing, a model without parameters.
         """
         units = plan_units(model, asked, entry=entry)
-        # A rule that matches nothing is an error also where the model's own checkpointing will take its place.
-        itself = asked.activations.checkpoint != "none" and checkpoints_itself(model)
-        checkpointed = () if itself else tuple(plan_checkpointing(model, units.blocks, asked.activations.checkpoint))
-        return cls.with_units(model, units, checkpointed, itself)
+        setting = asked.activations.checkpoint
+        if setting == "none":
+            return cls.with_units(model, units)
+        if checkpoints_itself(model):
+            return cls.with_units(model, units, checkpoints_itself=True)
+        return cls.with_units(model, units, tuple(plan_checkpointing(model, units.blocks, setting)))
 
     @classmethod
     def with_units(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from smp_core.config import Clash
+from smp_core.config import DEFAULTS, Clash, SmpConfig
 from smp_core.plan.draft import ModelDraft
 from smp_core.plan.plan import Plan
 
@@ -41,6 +41,7 @@ class Subject:
         page: its page in docs/.
         knobs: those that are its own.
         apart: what it does not go together with; the other subject need not list it too.
+        optional: it is off where all its knobs are at their defaults, and is not asked anything then.
         part: the attribute of :class:`smp_core.engine.parallel_model.ParallelModel` with what its conversion made.
     """
 
@@ -48,7 +49,12 @@ class Subject:
     page: ClassVar[str]
     knobs: ClassVar[tuple[str, ...]]
     apart: ClassVar[tuple[Clash[Any], ...]] = ()
+    optional: ClassVar[bool] = False
     part: ClassVar[str | None] = None
+
+    def is_off(self, knobs: SmpConfig) -> bool:
+        """Return whether there is nothing to resolve and nothing to report with these knobs."""
+        return self.optional and all(getattr(knobs, knob) == getattr(DEFAULTS, knob) for knob in self.knobs)
 
     def settle(self, draft: ModelDraft) -> None:
         """Resolve its knobs, and write what else it decides.

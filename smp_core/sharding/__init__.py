@@ -17,10 +17,8 @@ if TYPE_CHECKING:
         CpuSyncBatchNorm as CpuSyncBatchNorm,
         sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
     )
-    from smp_core.sharding.dtype_rules import settle_precision as settle_precision
     from smp_core.sharding.forward_methods import register_forward_methods as register_forward_methods
     from smp_core.sharding.frozen_rules import FROZEN_STORAGE as FROZEN_STORAGE
-    from smp_core.sharding.fsdp_options import apply_fsdp_options as apply_fsdp_options
     from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
     from smp_core.sharding.given_rules import settle_given as settle_given
     from smp_core.sharding.mixed_operands import (
@@ -29,6 +27,6 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.pickling import is_a_part as is_a_part, refuse_to_pickle_shards as refuse_to_pickle_shards
     from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
-    from smp_core.sharding.rules import SHARDING as SHARDING
+    from smp_core.sharding.rules import SHARDING as SHARDING, settle_precision as settle_precision
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

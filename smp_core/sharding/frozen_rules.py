@@ -14,6 +14,7 @@ class FrozenStorage(Subject):
     name = "frozen storage"
     page = "low-bit-bases.md"
     knobs = ("frozen_storage",)
+    optional = True
     apart = (
         Clash("fp8", "`fp8`: weights travel in FP8 then", asked_for("fp8"), "leave fp8 or frozen_storage out"),
         Clash(
@@ -51,8 +52,6 @@ class FrozenStorage(Subject):
             ValueError: nothing to store as codes, and what it does not go together with.
         """
         asked = draft.knobs.frozen_storage
-        if asked is None:
-            return
         self.require_together(draft, f"frozen_storage={asked!r}")
         if not any(_coded(draft.plan())):
             raise ValueError(
@@ -63,8 +62,6 @@ class FrozenStorage(Subject):
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return a line about how much is stored as codes."""
-        if plan.knobs.frozen_storage is None:
-            return []
         coded = _coded(plan)
         elements = sum(each.elements for each in coded)
         stored = sum(plan.stored_bytes(each, each.elements) for each in coded)

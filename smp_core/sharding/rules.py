@@ -1,5 +1,5 @@
-"""Rules for sharding: what is gathered, how often gradients are reduced, where optimizer states live. Dtypes have rules
-of their own (dtype_rules), and so have models that came sharded (given_rules)."""
+"""Rules for sharding: what is gathered, how often gradients are reduced, where optimizer states live; what is gathered,
+reduced and stored in. Models that came sharded have rules of their own (given_rules)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from smp_core.cluster import INNER, PARTITION, Axis
-from smp_core.plan import Finding, ModelDraft, Plan, Subject, keeps_parameters
-from smp_core.sharding.dtype_rules import settle_masters, settle_reduce_dtype, settle_stored_dtype
+from smp_core.config import SmpConfig
+from smp_core.plan import HALF, Finding, ModelDraft, Plan, Subject, dtype_of, keeps_parameters, name_of
 from smp_core.sharding.given_rules import apart_from_given
 
 
@@ -41,12 +41,12 @@ class Sharding(Subject):
         Raises:
             ValueError: dtypes that lose gradients, or that a pre-sharded model cannot have.
         """
-        draft.masters = settle_masters(draft)
+        draft.masters = _settle_masters(draft)
         draft.gathers = _settle_gathering(draft)
-        settle_reduce_dtype(draft)
+        _settle_reduce_dtype(draft)
         _settle_optimizer_shard(draft)
         _settle_by_model(draft)
-        draft.stored_as_gathered = settle_stored_dtype(draft)
+        draft.stored_as_gathered = _settle_stored_dtype(draft)
 
     def machine(self) -> Iterator[Finding]:
         """Look whether the device computes in bfloat16."""
@@ -122,3 +122,99 @@ def _settle_by_model(draft: ModelDraft) -> None:
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         draft.drop("delayed_init", None, why)
+
+
+def settle_precision(draft: ModelDraft) -> None:
+    """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped steps to a gradient scaler."""
+    precision = draft.precision
+    if draft.knobs.param_dtype == "auto":
+        draft.settle("param_dtype", name_of(precision.param_dtype), precision.why)
+    if precision.skips_steps:
+        draft.settle("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+
+
+def _settle_reduce_dtype(draft: ModelDraft) -> None:
+    """Resolve ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own.
+
+    Raises:
+        ValueError: float16, which sums that are not divided yet would overflow.
+    """
+    asked = draft.knobs.reduce_dtype
+    if asked == "float16":
+        raise ValueError(
+            "reduce_dtype='float16': gradients are added up before they are divided and would overflow; "
+            "allowed: 'auto', 'float32', 'bfloat16'"
+        )
+    if asked == "auto":
+        gathered = dtype_of(draft.knobs.param_dtype)
+        if gathered in HALF or (gathered is None and any(p.dtype in HALF for p in draft.shapes.parameters)):
+            draft.settle("reduce_dtype", "float32", "gradients are half precision")
+        else:
+            draft.settle("reduce_dtype", None, "the gradients' own dtype")
+
+
+def _settle_masters(draft: ModelDraft) -> bool:
+    """Resolve ``master_dtype``, and warn where weights in half precision have none.
+
+    Returns:
+        whether these weights are stored in float32. (Masters on the host, and of a model that came sharded, are beside
+        the weights, unless FP8 weights are quantised from what is stored.)
+
+    Raises:
+        ValueError: masters of half precision weights that came sharded.
+    """
+    knobs, asked, shapes = draft.knobs, draft.knobs.master_dtype, draft.shapes
+    came_sharded, replicas = draft.given is not None, draft.layout.replicate
+    half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
+    if not half:
+        draft.settle("master_dtype", "float32" if asked == "float32" else None, "no trainable weight is half precision")
+        return False
+    if came_sharded and asked == "float32":
+        raise ValueError(
+            f"master_dtype='float32' and a model that came sharded ({shapes.kind}) with {name_of(half[0].dtype)} "
+            "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
+        )
+    over_replicas = knobs.optimizer_shard == "world" and (replicas > 1 or not came_sharded)
+    makers = {"optimizer_shard='world'": over_replicas, "state_offload='optimizer'": knobs.state_offload == "optimizer"}
+    by = [knob for knob, makes in makers.items() if makes]
+    if asked == "auto":
+        why = f"{by[0]} steps float32 masters" if by else "the optimizer steps half precision weights themselves"
+        draft.settle("master_dtype", "float32" if by else None, why)
+    if asked == "auto" and not by:
+        draft.warnings.append(_without_masters(half[0].dtype))
+    resolved = draft.knobs.master_dtype == "float32"
+    beside = came_sharded or (knobs.state_offload == "optimizer" and not _quantises_stored(knobs))
+    return resolved and not beside
+
+
+def _without_masters(dtype: torch.dtype) -> str:
+    """Return what it costs that weights in half precision have no masters."""
+    steps = round(2 / torch.finfo(dtype).eps)
+    return (
+        f"weights are {name_of(dtype)} and have no float32 masters: an optimizer step that changes a weight by less "
+        f"than 1/{steps} of it is rounded away, at learning rates like 1e-5 most steps; write master_dtype='float32' "
+        "(weights, gradients and optimizer states are stored in float32), or train float32 weights in mixed precision "
+        "(Lightning: precision='bf16-mixed'); master_dtype=None says that this is meant"
+    )
+
+
+def _settle_stored_dtype(draft: ModelDraft) -> bool:
+    """Decide whether parameters with masters over the world are stored in what they compute in.
+    Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
+    knobs, shapes = draft.knobs, draft.shapes
+    dtype = dtype_of(knobs.param_dtype)
+    over_world = knobs.optimizer_shard == "world" and draft.gathers and draft.given is None
+    if not over_world or _quantises_stored(knobs) or knobs.state_offload == "optimizer":
+        return False
+    of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
+    stepped = (torch.float32, *HALF) if draft.masters else (torch.float32,)
+    if dtype not in HALF or not any(p.dtype in stepped and p.trainable for p in of_units):
+        return False
+    why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"
+    draft.settle("optimizer_shard", "world", why)
+    return True
+
+
+def _quantises_stored(knobs: SmpConfig) -> bool:
+    """Return whether FP8 weights are quantised from the stored ones."""
+    return knobs.fp8 is not None and knobs.fp8.backend == "native"

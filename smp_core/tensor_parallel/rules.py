@@ -66,6 +66,7 @@ class TensorParallelism(Subject):
     name = "tensor parallelism"
     page = "tensor-parallelism.md"
     knobs = ("tensor_parallel_degree", "tensor_parallel")
+    optional = True
     part = "tensor"
     apart = (
         Clash(
@@ -107,8 +108,7 @@ class TensorParallelism(Subject):
         tensor ranks."""
         asked = draft.knobs
         if asked.tensor_parallel_degree == 1:
-            if asked.tensor_parallel != TensorParallel():
-                draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
+            draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
             return
         overlap = asked.tensor_parallel.overlap
         missing = None if overlap == "sums" else _missing_for_overlap(draft)

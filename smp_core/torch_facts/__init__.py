@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.torch_facts.absent import ABSENT as ABSENT, is_absent as is_absent
     from smp_core.torch_facts.coded import (
         CodedTensor as CodedTensor,
         as_codes as as_codes,
@@ -35,9 +34,11 @@ if TYPE_CHECKING:
         lies_in as lies_in,
         uncompiled as uncompiled,
     )
-    from smp_core.torch_facts.stepped import (
+    from smp_core.torch_facts.parameters import (
+        ABSENT as ABSENT,
         StepsOnHost as StepsOnHost,
         after_each_step as after_each_step,
+        is_absent as is_absent,
         is_outermost as is_outermost,
         load_host_master as load_host_master,
         model_parameter as model_parameter,

@@ -30,6 +30,6 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.fsdp.uncalled import explain_uncalled as explain_uncalled, name_uncalled as name_uncalled
     from smp_core.sharding.fsdp.units import ShardedUnit as ShardedUnit, Slot as Slot, passing_by as passing_by
-    from smp_core.sharding.fsdp.wrapping import shard_units as shard_units
+    from smp_core.sharding.fsdp.wrapping import apply_fsdp_options as apply_fsdp_options, shard_units as shard_units
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

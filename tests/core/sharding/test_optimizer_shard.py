@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.torch_facts.stepped import model_parameter
+from smp_core.torch_facts.parameters import model_parameter
 from tests.core.comm.metered import per_node, train_one_step, unit_bytes
 from tests.core.equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone

@@ -1,5 +1,9 @@
-"""What an optimizer steps where that is not the model's parameter, and which steps count: facts that steps, norms,
-checkpoints and reports share."""
+"""Facts about parameters that steps, norms, checkpoints and reports share: which of them lie on other pipeline stages,
+what an optimizer steps where that is not the model's parameter, and which steps count.
+
+An absent tensor is one of which this rank has nothing, a parameter of another stage or a state like it: a DTensor on a
+mesh that this rank is not in.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,16 @@ _AROUND_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 _model_parameters = WeakIdKeyDictionary()  # master -> the parameter whose part it is
 _host_masters = WeakIdKeyDictionary()  # what an optimizer steps -> its float32 master on the host
 _loaded_masters = WeakIdKeyDictionary()  # the same -> values that were loaded for it, of this rank's part
+
+ABSENT = (
+    "a tensor %s lies on other pipeline stages, and this rank has nothing of it; for whole tensors save a sharded "
+    "checkpoint on all ranks and bring it together with `smp checkpoint consolidate`"
+)
+
+
+def is_absent(tensor: object) -> bool:
+    """Return whether it is a tensor of which this rank has nothing."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def stands_for(master: torch.Tensor, parameter: torch.Tensor) -> None:
