@@ -33,6 +33,17 @@ def of_all_ranks(own: T) -> list[T]:
     return everyone
 
 
+def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
+    """Gather a list of every rank, in rank order; None where all ranks have the same one, which is found out by
+    digests. Collective over the world.
+
+    Args:
+        own: values whose ``repr`` is equal for equal ones.
+    """
+    digests = of_all_ranks(xxhash.xxh3_64_hexdigest(repr(list(own)).encode()))
+    return None if len(set(digests)) == 1 else of_all_ranks(list(own))
+
+
 def of_rank_0(decide: Callable[[], T]) -> T:
     """Let rank 0 decide, and tell all ranks what it came to, or why it refuses. Collective over the world.
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ENDING as ENDING,
         RankWatch as RankWatch,
         count_call as count_call,
+        count_window as count_window,
         expect_calls as expect_calls,
         looks_like_a_lost_peer as looks_like_a_lost_peer,
         meet as meet,

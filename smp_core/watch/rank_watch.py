@@ -393,6 +393,7 @@ class RankWatch:
             "beats": self._beats,
             "step": self.step,
             "forwards": self.meetings.forwards,
+            "windows": self.meetings.windows,
             "between": self.between_runs,
         }
         if self._failure is not None:
@@ -564,6 +565,13 @@ def count_call() -> None:
     """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
     if _watch is not None:
         _watch.meetings.forwards += 1
+
+
+def count_window(ranks: Sequence[int]) -> None:
+    """Count a window that this rank begins to close together with ``ranks``, which wait for each other there."""
+    if _watch is not None:
+        _watch.meetings.windows += 1
+        _watch.meetings.closing = ranks
 
 
 def _is_current() -> bool:
