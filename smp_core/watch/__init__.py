@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         count_call as count_call,
         count_window as count_window,
         expect_calls as expect_calls,
+        expect_windows as expect_windows,
         looks_like_a_lost_peer as looks_like_a_lost_peer,
         meet as meet,
         meet_between_calls as meet_between_calls,

@@ -26,9 +26,9 @@ class Meetings:
     Attributes:
         forwards: calls into models begun that need all of ``peers`` (:func:`smp_core.watch.rank_watch.count_call`).
         peers: the ranks that make forward passes together with this one.
-        windows: windows of gradients that this rank began to close together with all of ``closing``
+        windows: windows of gradients begun to be closed, which needs all of ``closing``
             (:func:`smp_core.watch.rank_watch.count_window`).
-        closing: those ranks, this one among them.
+        closing: the ranks that close windows together with this one.
         limit: seconds that a rank waits for others that live and do not come; None: forever.
         rank_0_ended: whether the process that keeps the board has ended, or is about to.
     """

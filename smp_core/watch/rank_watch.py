@@ -567,11 +567,16 @@ def count_call() -> None:
         _watch.meetings.forwards += 1
 
 
-def count_window(ranks: Sequence[int]) -> None:
-    """Count a window that this rank begins to close together with ``ranks``, which wait for each other there."""
+def expect_windows(closing: Sequence[int]) -> None:
+    """Take note of the ranks that close windows of gradients together with this one."""
+    if _watch is not None:
+        _watch.meetings.closing = closing
+
+
+def count_window() -> None:
+    """Count a window that this rank begins to close, which it cannot end without the others."""
     if _watch is not None:
         _watch.meetings.windows += 1
-        _watch.meetings.closing = ranks
 
 
 def _is_current() -> bool:
