@@ -4,7 +4,8 @@
 one meet first, on the board that has the signs of life (smp_core/watch/signs.py): the first rank writes where it is,
 the last one says that all are there, and one that is somewhere else (at another such call, at the end of its process)
 says so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward
-pass, or the sums behind a backward pass, that it cannot end alone. Calls that only a partition group makes together meet among its ranks.
+pass, or the sums behind a backward pass, that it cannot end alone. Calls that only a partition group makes together
+meet among its ranks.
 """
 
 from __future__ import annotations

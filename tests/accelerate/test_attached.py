@@ -50,6 +50,20 @@ def test_a_rank_that_adds_a_group_alone_does_not_wait(degree: int, there: str) -
         run_ranks(on_one_rank, 2, "in a group", degree)
 
 
+def other_order() -> str:
+    """Adapters that ranks attach in another order, before the model is prepared."""
+    model = net()
+    attach(model, 0, swapped=dist.get_rank() == 1)
+    with pytest.raises(ValueError) as caught:
+        fresh_accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+    return str(caught.value)
+
+
+def test_adapters_in_another_order_before_prepare_are_refused_by_name() -> None:
+    for said in run_ranks(other_order, 2):
+        assert "number 2 ('blocks.0.adapter.0.weight [2, 16] torch.float64' on rank 0; 'blocks.0.other.0.weight" in said
+
+
 def second_adapter(taken_in: str, knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     """Train PEFT's first adapter, then its second one, which each rank makes of other values."""
     from peft import LoraConfig

@@ -65,8 +65,8 @@ from smp_core.watch import count_window, expect_windows, here, meet
 logger = logging.getLogger("smp")
 
 _ATTACHED = (
-    "{} was attached to the model after it was sharded, and is trained before any rank's optimizer was prepared for it: "
-    "ranks may have begun with other values, and nothing adds its gradients up. Gradients of the window are dropped. "
+    "{} was attached to the model after it was sharded, and is trained before an optimizer was prepared for it: ranks "
+    " may have begun with other values, and nothing adds its gradients up. Gradients of the window are dropped. "
     "Before its first forward pass prepare, on all ranks, the optimizer that steps it (accelerator.prepare(optimizer), "
     "parallel.prepare_optimizer(optimizer), optimizer.add_param_group), or freeze it (parameter.requires_grad_(False))"
 )

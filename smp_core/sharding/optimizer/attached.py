@@ -98,9 +98,10 @@ def _order_as_on_rank_0(model: nn.Module) -> None:
             )
     for name in moved:
         module = model.get_submodule(name)
-        for registry, order in zip((module._modules, module._parameters), first[name], strict=True):
+        registries: tuple[dict[str, Any], ...] = (module._modules, module._parameters)
+        for registry, order in zip(registries, first[name], strict=True):
             for key in [key for key in order if key in registry]:
-                registry[key] = registry.pop(key)  # type: ignore[index, assignment]
+                registry[key] = registry.pop(key)
 
 
 def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:

@@ -178,7 +178,7 @@ def others_on_a_rank(case: str) -> str:
 ELSEWHERE = {
     "attached on one rank, in no optimizer": "only on rank 2 'blocks.0.late.0.bias' was attached",
     "attached on one rank, in a group there": "only on rank 2 'blocks.0.late.0.bias' was attached",
-    "attached on all, where nothing else is trained, in a group there": "blocks.0.late.0.bias was attached to the model",
+    "attached on all, where nothing else is trained, in a group there": "blocks.0.late.0.bias was attached to",
     "attached on one rank, in a new group": "ranks 0 and 2 attached different parameters to the model: blocks.0.late.0",
     "attached on all, in no optimizer": "blocks.0.late.0.bias was attached to the model after it was sharded, and is",
     "of one rank's optimizer": "(AdamW) steps blocks.0.late.1.weight in group 0 on rank 2 and not on rank 0",
