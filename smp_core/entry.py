@@ -100,7 +100,7 @@ def parallelize(
             rehearse(model, plan.stages)
         return plan
 
-    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
+    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words)
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:

@@ -356,6 +356,7 @@ class RankWatch:
             "beats": self._beats,
             "step": self.step,
             "forwards": self.meetings.forwards,
+            "windows": self.meetings.windows,
             "between": self.between_runs,
         }
         if self._failure is not None:
@@ -519,6 +520,18 @@ def count_call() -> None:
     """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
     if _watch is not None:
         _watch.meetings.forwards += 1
+
+
+def expect_windows(closing: Sequence[int]) -> None:
+    """Take note of the ranks that close windows of gradients together with this one."""
+    if _watch is not None:
+        _watch.meetings.closing = closing
+
+
+def count_window() -> None:
+    """Count a window that this rank begins to close, which it cannot end without the others."""
+    if _watch is not None:
+        _watch.meetings.windows += 1
 
 
 def _is_current() -> bool:

@@ -46,7 +46,7 @@ _LONGEST = 2**28
 # Connections beyond one for each rank that may wait to be admitted; the oldest goes where there are more.
 _STRANGERS = 64
 _WELCOME = b"welcome\n"
-NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "between": False}
+NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "windows": 0, "between": False}
 """Of a rank that has given none yet."""
 
 

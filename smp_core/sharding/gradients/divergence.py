@@ -52,8 +52,18 @@ _OTHER_PARAMETERS = (
 )
 
 
+_OTHER_ATTACHED = (
+    "ranks train different parameters: only on {} {!r} was attached to the model "
+    "after it was sharded. Gradients of the window are dropped, weights and optimizer "
+    "states are as before it. Attach the same adapters on all ranks, and then let all ranks prepare the optimizer that "
+    "steps them: parallel.prepare_optimizer(optimizer), accelerator.prepare(optimizer), or optimizer.add_param_group"
+)
+
+
 HOOK = " (hook)"
 """Behind the name of a trained parameter: its hooks, in which all ranks take part."""
+ATTACHED = " (attached)"
+"""Behind the name of a trained parameter that was attached to the model, and whose gradients no rank adds up yet."""
 
 
 class RanksDiverged(RuntimeError):
@@ -244,5 +254,7 @@ def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
     if name is None:
         return ""
     ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
+    if name.endswith(ATTACHED):
+        return _OTHER_ATTACHED.format(ranks_in_words(ranks), name.removesuffix(ATTACHED))
     bare = name.removesuffix(HOOK)
     return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
