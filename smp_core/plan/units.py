@@ -250,7 +250,8 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
     for module in model.modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        children = [child for child in module if any(True for _ in child.parameters())]
+        members = [child for child in module if child is not None]  # an nn.ModuleList may have gaps
+        children = [child for child in members if any(True for _ in child.parameters())]
         kinds = defaultdict(list)
         for child in children:
             kinds[_class_name(child)].append(child)
