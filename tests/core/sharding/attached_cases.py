@@ -102,15 +102,18 @@ def draw(seed: int) -> Case:
     dtype, alone = pick([torch.float64] * 4 + [torch.float32]), pick([None] * 5 + [0, 3])
     # All ranks make an optimizer where one has an adapter of its own.
     first = "before" if alone is not None else pick(["before", "after", "later"])
+    knobs = pick(LAYOUTS)
+    # A frozen part of an adapter that comes before the model is prepared would be codes, too.
+    trained = pick(["adapters", "some", "base"] if "frozen_storage" not in knobs else ["adapters", "base"])
     return Case(
-        knobs=pick(LAYOUTS),
+        knobs=knobs,
         moments=(first, pick(["before", "after", "later"])),
         later_by=pick(["group", "new optimizer"]),
         swapped=pick([False, True]),
         alone=alone,
         places=pick(["blocks", "blocks", "first block", "root"]),
         shared=pick([False, False, True]),
-        trained=pick(["adapters", "some", "base"]),
+        trained=trained,
         dtype=dtype,
         # Others divide by square roots of gradients, whose rounding float32 shows where they are near zero.
         optimizer=pick(["adamw", "adamw", "sgd", "adafactor"]) if dtype == torch.float64 else "sgd",
@@ -242,7 +245,7 @@ class Training:
         case = self.case
         swapped = case.swapped and self.rank % 2 == 1
         for name in reversed(names) if swapped else names:
-            if name == "other" and case.alone not in (None, self.rank) and self.parallel is not None:
+            if name == "other" and case.alone not in (None, self.rank):
                 continue
             torch.manual_seed(self._seed + 100 * (name == "other"))
             shared = LowRank(case.dtype)
