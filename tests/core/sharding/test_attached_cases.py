@@ -23,7 +23,8 @@ def all_on_ranks(cases: list[Case], folder: Path) -> list[Any]:
 def check(seeds: range, folder: Path) -> dict[str, int]:
     """Count cases by what became of them."""
     cases, counts = [draw(seed) for seed in seeds], {"exact": 0, "refused": 0}
-    for seed, case, by_rank in zip(seeds, cases, zip(*run_ranks(all_on_ranks, WORLD, cases, folder)), strict=True):
+    of_cases = zip(*run_ranks(all_on_ranks, WORLD, cases, folder), strict=True)
+    for seed, case, by_rank in zip(seeds, cases, of_cases, strict=True):
         what = f"seed {seed}: {case}"
         if isinstance(by_rank[0], str):
             assert by_rank == (by_rank[0],) * WORLD, (what, by_rank)

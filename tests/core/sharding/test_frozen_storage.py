@@ -141,6 +141,31 @@ def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
         assert seen == pytest.approx([BYTES[name]] * 4, rel=0.03)
 
 
+def beside_decoded(name: str, checkpoint: str) -> list[float]:
+    """Bytes an element between forward and backward, of gathered codes and of decoded weights, and both in backward."""
+    asked = {"units": ["Sequential"], "reshard_after_forward": False, "activations": checkpoint}
+    parallel = parallelize(Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover())
+    members = [member for unit in parallel.units if unit.group is not None for member in unit.group.members]
+
+    def held() -> list[float]:
+        codes = sum(each.untyped_storage().nbytes() for member in members for each in member.all_gather_outputs)
+        return [each / ELEMENTS for each in (codes, sum(unit.gathered_bytes() for unit in parallel.units))]
+
+    found = []
+    for _ in range(2):  # the first gather makes what later ones fill
+        loss = parallel.module(torch.randn(2, 512))
+        found += held()
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_gathered_codes_do_not_stay_beside_decoded_weights(checkpoint: str) -> None:
+    """But for the trained scale's few bytes."""
+    for seen in run_ranks(beside_decoded, 2, "int8", checkpoint):
+        assert seen == pytest.approx([0.0, 4.0] * 2, abs=1e-3)
+
+
 # Checkpoints
 
 
