@@ -106,7 +106,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512, bias=False)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.ones(4))
         self.blocks.requires_grad_(False)
 
@@ -116,7 +118,7 @@ class Wide(nn.Module):
         return (x * self.scale[0]).square().mean()
 
 
-ELEMENTS = 2 * 512 * 512
+ELEMENTS = 4 * 512 * 512
 # As docs/low-bit-bases.md says; float32 has 4.
 BYTES = {"int8": 1.01, "int4": 0.53}
 
@@ -144,7 +146,9 @@ def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
 def beside_decoded(name: str, checkpoint: str) -> list[float]:
     """Bytes an element between forward and backward, of gathered codes and of decoded weights, and both in backward."""
     asked = {"units": ["Sequential"], "reshard_after_forward": False, "activations": checkpoint}
-    parallel = parallelize(Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover())
+    parallel = parallelize(
+        Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover()
+    )
     members = [member for unit in parallel.units if unit.group is not None for member in unit.group.members]
 
     def held() -> list[float]:
