@@ -144,7 +144,7 @@ def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
 
 
 def beside_decoded(name: str, checkpoint: str) -> list[float]:
-    """Bytes an element between forward and backward, of gathered codes and of decoded weights, and both in backward."""
+    """Bytes an element between forward and backward, of gathered codes and of decoded weights, in two steps."""
     asked = {"units": ["Sequential"], "reshard_after_forward": False, "activations": checkpoint}
     parallel = parallelize(
         Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover()
