@@ -325,6 +325,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
             across a tensor or across tensors, with pipeline stages across tensors, or its states are of a kind that
             cannot be saved.
     """
+    meet(f"prepare_optimizer({type(optimizer).__name__})")
     before: Homes | None = getattr(optimizer, "_smp_homes", None)
     if before is not None:
         if set(map(id, before.windows)) != {id(model.window) for model in models}:

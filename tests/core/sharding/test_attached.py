@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
+from smp_core.optim import Adafactor
 from smp_core.sharding.gradients import RanksDiverged
 from smp_core.topology import Topology
 from tests.core.sharding.frozen_runs import with_decoded_base
@@ -136,6 +137,27 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
 def test_adapters_train_like_one_process_whenever_they_are_attached(order: str, knobs: dict[str, Any]) -> None:
     for seen in run_ranks(attached, WORLD, order, knobs, ranks_per_node=2):
         assert seen <= EXACT
+
+
+def listed_otherwise() -> float:
+    """Adafactor adds up numbers of all parameters in one message, in the order in which they are listed."""
+    rank, model = dist.get_rank(), net()
+    attach(model, rank)
+    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=4), topology=Topology.discover())
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = Adafactor(trained[::-1] if rank % 2 else trained)
+    parallel.prepare_optimizer(optimizer)
+    train(model, optimizer, [rank])
+    expected = net()
+    attach(expected, 0)
+    theirs = torch.optim.Adafactor([each for each in expected.parameters() if each.requires_grad])
+    train(expected, theirs, list(range(WORLD)))
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max((value.full_tensor() - other).abs().max().item() for value, other in pairs)
+
+
+def test_an_optimizer_that_lists_parameters_in_another_order_on_some_ranks_is_exact() -> None:
+    assert max(run_ranks(listed_otherwise, WORLD, ranks_per_node=2)) <= EXACT
 
 
 def others_on_a_rank(case: str) -> str:
