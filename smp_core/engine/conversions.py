@@ -45,7 +45,7 @@ from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import DealtExperts, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
-from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.pipeline import Beside, Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, units_with
 from smp_core.sharding import (
     ReplacedParameters,
@@ -153,7 +153,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units, casts.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers.stages, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
@@ -208,17 +208,20 @@ def _join_stages(
     plan: Plan,
     meter: CommMeter,
     tensor: SplitModel | None,
+    beside: Beside | None,
     units: Sequence[ShardedUnit],
     played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
-    """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
+    """Make this rank's stage a part of a pipeline, with what travels beside activations; return what adds up gradients
+    of parameters on two stages."""
     if plan.stages is None:
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
-    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced, try_call)
+    done = (window, passed, replaced, try_call, beside)
+    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))

@@ -13,17 +13,6 @@ from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for
 KNOB = "expert_parallel_degree"
 
 
-def _losses_over_stages(draft: ModelDraft) -> str | None:
-    stages = draft.knobs.pipeline_parallel_degree
-    return f"pipeline_parallel_degree={stages}" if stages > 1 and draft.knobs.router_balance != "rank" else None
-
-
-_STAGES: Clash[ModelDraft] = Clash(
-    "pipeline parallelism",
-    "auxiliary losses of all ranks' tokens (`router_balance='global'`)",
-    _losses_over_stages,
-    "write pipeline_parallel_degree=1, or leave router_balance out",
-)
 _CAME_SHARDED: Clash[ModelDraft] = Clash(
     "sharding",
     "models that came sharded",
@@ -115,7 +104,7 @@ class RouterBalance(Subject):
     page = "mixture-of-experts.md"
     knobs = ("router_balance", "router_bias_update_rate")
     part = "routers"
-    apart = (_STAGES, _CAME_SHARDED)
+    apart = (_CAME_SHARDED,)
 
     def settle(self, draft: ModelDraft) -> None:
         """Resolve whose tokens an auxiliary loss is of.

@@ -14,7 +14,7 @@ from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.expert_parallel.cases import RATE, Case as WithoutStages, with_biases
 from tests.core.expert_parallel.models import FAMILIES
-from tests.core.expert_parallel.staged import assert_like_one_process
+from tests.core.expert_parallel.staged import assert_like_one_process, problems_of_losses
 from tests.core.pipeline.cases import Case, everything, together
 from tests.core.tensor_parallel.model_cases import STEPS, batches, optimizer_of, trained as without_stages
 from tests.harness import run_ranks
@@ -94,3 +94,19 @@ LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, TENSOR, {"stages": 2, "shard": 2, 
 def test_any_stages_and_tensor_ranks_load_what_others_saved(first: int, tmp_path: Path) -> None:
     layouts = [*LAYOUTS[first:], *LAYOUTS[:first]]
     assert run_ranks(saved_and_loaded, 4, tmp_path, layouts, ranks_per_node=4, timeout=600) == [[]] * 4
+
+
+TWO_STAGES = [
+    Case("balanced on 4 stages", shard=2, micro_batches=2, windows=2, knobs=(EXPERTS,)),
+    Case("balanced Qwen3Moe", shard=2, schedule="interleaved:2", knobs=(("activations", "full"),)),
+    Case("Qwen3Moe whose last layers are dense", shard=2, micro_batches=4, knobs=(EXPERTS,)),
+    Case("balanced GptOss", shard=1),
+    Case("balanced Olmoe", shard=2, schedule="gpipe"),
+]
+FOUR_STAGES = [Case(kind, 4) for kind in ("balanced on 4 stages", "balanced Qwen3Moe", "balanced Olmoe")]
+
+
+def test_auxiliary_losses_over_stages_are_those_of_one_process() -> None:
+    """1e-12: sums in another order, in float64. Loss, gradients of routers and all others, norms, weights."""
+    for found in run_ranks(problems_of_losses, 4, TWO_STAGES, 2, ranks_per_node=4, timeout=900):
+        assert [line for lines in found for line in lines] == []

@@ -23,7 +23,17 @@ from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.weights.delayed_tensors import Slot
-from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, full, loss_of, optimizer_of, own_loss
+from tests.core.tensor_parallel.model_cases import (
+    Training,
+    Wide,
+    batches,
+    build,
+    full,
+    loss_of,
+    optimizer_of,
+    own_loss,
+    wide_when_computed_again,
+)
 from tests.core.tensor_parallel.models import STEPS, TOKENS
 
 
@@ -104,6 +114,8 @@ class Case:
     def parallel(self, device: torch.device | None = None) -> ParallelModel:
         keeps_loss = not dict(self.knobs).keys().isdisjoint({"chunked_cross_entropy", "tensor_parallel_degree"})
         model = example_of(build(self.kind, seed=dist.get_rank(), delayed=self.is_delayed), keeps_loss)
+        if "activations" in dict(self.knobs):
+            model = wide_when_computed_again(model)
         recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
         knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
         config = SmpConfig(**{**knobs, **dict(self.knobs)})
