@@ -13,6 +13,8 @@ from tests.core.expert_parallel import models as models  # makes its models know
 from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of, own_loss
 from tests.harness import run_ranks
 from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together
+from tests.lightning.staged import knobs_of
+from tests.lightning.test_pipeline import train as train_staged
 
 BATCH, STEPS = 8, 6
 
@@ -77,6 +79,21 @@ def test_auxiliary_losses_are_those_of_one_process() -> None:
     """float64, 1e-12, as above."""
     expected = trained(kind="balanced")
     assert_same(together(trained, {**KNOBS, "router_balance": "global"}, "balanced"), expected)
+
+
+def staged(batch_size: int, knobs: dict[str, Any], **flags: Any) -> Run:
+    return train_staged("balanced on 4 stages", batch_size, knobs, max_epochs=1, **flags)
+
+
+def test_auxiliary_losses_over_stages_are_those_of_one_process() -> None:
+    """float64, 1e-12, as above. An evaluation has the loss of a rank's tokens: all of them where a stage is one
+    rank."""
+    expected = staged(8, {})
+    assert "val_loss" in expected.metrics
+    assert_same(together(staged, 8, knobs_of(4, microbatches=1)), expected)
+    expected.metrics.pop("val_loss")
+    knobs = {**knobs_of(2, shard=2, microbatches=1), "expert_parallel_degree": 2}
+    assert_same(together(staged, 4, knobs, limit_val_batches=0), expected)
 
 
 def saved_and_resumed(path: str) -> tuple[Run, Run]:
