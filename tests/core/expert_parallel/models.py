@@ -65,6 +65,22 @@ def _family(kind: str, **sizes: Any) -> nn.Module:
     return model
 
 
+def _to_few(kind: str, chosen: list[int]) -> nn.Module:
+    """A family whose tokens all go to these experts, so that the ranks of others get none."""
+    model = _family(kind)
+    for module in model.modules():
+        if hasattr(module, "num_experts") and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(functools.partial(_choose, chosen))
+    return model
+
+
+def _choose(few: list[int], _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    if len(args) != 3:  # a router
+        return None
+    hidden, chosen, weights = args
+    return hidden, torch.tensor(few).expand(chosen.shape), weights
+
+
 class OwnExperts(nn.Module):
     """Experts of one matrix each."""
 
@@ -167,6 +183,8 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "frozen words": _frozen_words,
 }
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FEW = {"one expert takes all of": [0, 0], "two experts take all of": [0, 1]}
+SKEWED = {f"{name} {kind}": functools.partial(_to_few, kind, few) for name, few in FEW.items() for kind in FAMILIES}
 ADAPTED = {
     "adapted": functools.partial(adapted, ["q_proj", "v_proj"], []),
     "adapted experts": functools.partial(adapted, ["q_proj"], FUSED),
@@ -186,4 +204,4 @@ BALANCED = {
     "balanced": balanced,
     "balanced in float32": functools.partial(balanced, exact=False),
 }
-MODELS.update({**ADAPTED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
+MODELS.update({**ADAPTED, **SKEWED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
