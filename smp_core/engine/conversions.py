@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
@@ -43,7 +44,7 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.expert_parallel import DealtExperts, balance_routers, deal_experts
+from smp_core.expert_parallel import balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
 from smp_core.pipeline import Beside, Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, units_with
@@ -133,8 +134,7 @@ def parallelize_model(
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    experts = None if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
-    meshes = {} if experts is None else experts.meshes
+    meshes = {} if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
     gather_of = None if fp8 is None else fp8.gather_of
     units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, gather_of, meshes)
     apply_fsdp_options(model, knobs, mesh.device)
@@ -290,8 +290,8 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
-def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
-    """Give each rank its experts, of rank 0's."""
+def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
+    """Give each rank its experts, of rank 0's; return what each unit of experts is sharded over."""
     for site in plan.shapes.experts:
         broadcast_from_rank_0(model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group)
     return deal_experts(model, mesh, plan, meter)

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
         BalancedRouters as BalancedRouters,
         balance_routers as balance_routers,
     )
-    from smp_core.expert_parallel.dispatch import (
-        Dispatch as Dispatch,
-        FlatDispatch as FlatDispatch,
-        TwoHopDispatch as TwoHopDispatch,
-    )
-    from smp_core.expert_parallel.experts import DealtExperts as DealtExperts, deal_experts as deal_experts
+    from smp_core.expert_parallel.experts import deal_experts as deal_experts
     from smp_core.expert_parallel.losses import (
         Sums as Sums,
         auxiliary_loss as auxiliary_loss,

@@ -125,7 +125,9 @@ class TotalsOfStages:
         self._is_collecting = False
         self._logits: list[torch.Tensor] = []
         self._mask: torch.Tensor | None = None
-        for router, place in loss.routers():
+        routers = loss.routers()
+        self._dtype = torch.promote_types(next(routers[0][0].parameters()).dtype, torch.float32)
+        for router, place in routers:
             router.register_forward_hook(functools.partial(self._note, place))
 
     @torch.compiler.disable
@@ -150,6 +152,10 @@ class TotalsOfStages:
             totals = totals + _totals(layer, self.sizes[1], self._mask)
         self._logits, self._mask = [], None  # they would keep a graph beyond its backward pass
         return totals
+
+    def loss(self, sums: Sums | None) -> torch.Tensor:
+        """Return this rank's part of the loss of all stages' layers, on the last stage."""
+        return _loss_of(self.given(), sums).to(self._dtype)
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class _Switched:
         if across.stages is not None:
             _, *sizes, _ = asked.args
             assert across.stages.sizes == sizes, f"read {across.stages.sizes}, and the loss is of {sizes}"
-            return _loss_of(across.stages.given(), across.sums) / divisor
+            return across.stages.loss(across.sums) / divisor
         if across.is_cut:
             raise ValueError(
                 "the auxiliary loss of routers reads those of all pipeline stages, and this model was cut without it: "
