@@ -160,7 +160,7 @@ class TotalsOfStages:
 
 @dataclass(frozen=True)
 class _Across:
-    """What the loss of a model is added up across.
+    """The ranks and stages that a model's loss is added up across.
 
     Attributes:
         sums: over ranks; None: it is of this rank's tokens.
