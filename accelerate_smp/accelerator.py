@@ -242,10 +242,14 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             synchronize_metrics(self.smp_mesh)  # torchmetrics may have been imported since
         if self.sharding:
             self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+            prepared = list(args)
             try:
-                args = tuple(self.prepare_model(obj) if isinstance(obj, nn.Module) else obj for obj in args)
+                for place, obj in enumerate(args):
+                    if isinstance(obj, nn.Module):
+                        prepared[place] = self.prepare_model(obj)
             finally:
                 self._prepared_together = []
+            args = tuple(prepared)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(

@@ -120,10 +120,12 @@ def _whole_state(
         state["state_dict"] = _model_state(models[0])
     if len(models) > 1:
         state["more_state_dicts"] = [_model_state(model) for model in models[1:]]
+    # What steps them.
     optimizers = _optimizers(accelerator)
     state["optimizer_states"] = [_optimizer_state(_owner(models, each), each) for each in optimizers]
     saved_schedulers = accelerator._schedulers if schedulers is None else schedulers
     state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
+    # The place in the data, and what else Accelerate saves.
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     loaders = [_loader_state(loader) for loader in accelerator._dataloaders]
     custom = [obj.state_dict() for obj in accelerator._custom_objects]
@@ -133,11 +135,13 @@ def _whole_state(
         "dataloaders": loaders,
         "custom_objects": custom,
     }
+    # What sharding keeps: remainders of compression, scales of FP8.
     handles = [parallel_of(model) for model in models]
     handle = handles[0] if handles else None
     if handle is not None:
         state.update(remainder_state(handle.traffic))
-    scales = [handle.fp8.state_dict() if handle is not None and handle.fp8 is not None else None for handle in handles]
+    fp8 = [None if handle is None else handle.fp8 for handle in handles]
+    scales = [None if each is None else each.state_dict() for each in fp8]
     if any(scales):
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     return state, models

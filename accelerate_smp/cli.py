@@ -13,22 +13,14 @@ import yaml
 
 from smp_core.cli import findings, table_of
 from smp_core.config import YAML_SECTION, SmpConfig, values as read
-from smp_core.outside import OneLineErrors, begin, console
+from smp_core.outside import OneLineErrors, console, without_commands
 
 
 class _Commands(OneLineErrors):
     error_status = 2  # as for a flag that is not there: what is wrong was typed, here or in the file
 
 
-app = typer.Typer(
-    name="accelerate-smp",
-    cls=_Commands,
-    help="torch-smp for Hugging Face Accelerate.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.callback()(begin)
+app = without_commands("accelerate-smp", "torch-smp for Hugging Face Accelerate.", _Commands)
 
 # As Accelerate spells it, and as other commands do.
 _CONFIG_FILE = ("--config_file", "--config-file")

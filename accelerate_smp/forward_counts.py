@@ -21,7 +21,8 @@ def sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
     token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
     inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     samples = [each.shape[0] for each in inputs if each.ndim]
-    return samples[0] if samples else 0, token_ids[0].numel() if token_ids else None
+    tokens = token_ids[0].numel() if token_ids else None
+    return samples[0] if samples else 0, tokens
 
 
 def _over_ranks(values: list[float], operation: str, device: torch.device) -> list[float]:

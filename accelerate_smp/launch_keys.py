@@ -115,13 +115,13 @@ def _refuse_engines(document: Mapping[str, Any]) -> None:
         raise ValueError(f"compute_environment: {where} is not started from here; allowed: LOCAL_MACHINE")
     kind = document.get("distributed_type", "MULTI_GPU")
     kind = "NO" if kind is False else str(kind)  # without quotes
-    if kind not in _TYPES:
+    if kind not in _TYPES and kind in [known.value for known in DistributedType]:
         raise ValueError(
             f"distributed_type: {kind} and torch-smp both want to shard; write MULTI_GPU (MULTI_CPU without GPUs), and "
             "what is to be sharded into smp_config"
-            if kind in [known.value for known in DistributedType]
-            else f"distributed_type: {kind} is not known; allowed: {', '.join(_TYPES)}"
         )
+    if kind not in _TYPES:
+        raise ValueError(f"distributed_type: {kind} is not known; allowed: {', '.join(_TYPES)}")
     for key, instead in _FOREIGN.items():
         if document.get(key) not in _NOTHING:
             raise ValueError(f"{key} has no effect in torch-smp: {instead}; leave it out")

@@ -142,5 +142,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         ended well."""
         before, self._phases_before = self._phases_before, ()
         memory, self.memory = self.memory, None
-        for each in (*(before if ended_well else ()), *(() if memory is None else (memory,))):
+        for each in before if ended_well else ():
             each.close(ended_well)
+        if memory is not None:
+            memory.close(ended_well)

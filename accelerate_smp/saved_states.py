@@ -162,7 +162,7 @@ def _folder_to_read(accelerator: BackgroundSavingAccelerator, input_dir: str | N
 
 def _numbered(root: str) -> list[str]:
     """List the folders ``checkpoint_<n>``, oldest first."""
-    names = [
-        name for name in (os.listdir(root) if os.path.isdir(root) else []) if re.fullmatch(r"checkpoint_\d+", name)
-    ]
+    if not os.path.isdir(root):
+        return []
+    names = [name for name in os.listdir(root) if re.fullmatch(r"checkpoint_\d+", name)]
     return [os.path.join(root, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]

@@ -123,8 +123,7 @@ def accelerate_full_save(training: Training) -> Callable[[str], None]:
 
 def fsync_tree(path: str) -> None:
     """Bring a file or folder to the disk: Lightning and Accelerate do not, and the comparison should be of equals."""
-    files = [Path(path)] if os.path.isfile(path) else [file for file in Path(path).rglob("*") if file.is_file()]
-    for file in files:
+    for file in filter(Path.is_file, [Path(path), *Path(path).rglob("*")]):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

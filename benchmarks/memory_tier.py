@@ -277,8 +277,9 @@ def cost(asked: argparse.Namespace, folder: Path, shard: str, compute: float, st
         around = [step for step in range(begin - EVERY, begin + EVERY) if not is_with[step]]
         if len(own) == EVERY or not around:
             raise RuntimeError(f"a state was in flight in each of the {EVERY} steps until the next one")
-        states.append(sum(seconds[step] for step in own) - len(own) * statistics.fmean(seconds[i] for i in around))
-        state_bytes.append(sum(sent[step] for step in own) - len(own) * statistics.fmean(sent[i] for i in around))
+        for found, each in ((states, seconds), (state_bytes, sent)):
+            usual = statistics.fmean(each[step] for step in around)
+            found.append(sum(each[step] - usual for step in own))
     difference = statistics.median(states)
     without = [step for step in range(begins[0], len(seconds)) if not is_with[step]]
     step = statistics.median(seconds[i] for i in without)

@@ -160,13 +160,12 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
         "ours-node-once": "ours-node-once",
         "ours-node-bf16": "ours-node-bf16",
     }
-    return {
-        name: step_seconds(
-            model, cluster, nodes * k, k, work, reduce_scatter_times=2.0 if model in ("hsdp", "mics") else 1.0
-        )
-        for name, model in named.items()
-        if name in row["schemes"]
-    }
+    found = {}
+    for name, model in named.items():
+        if name in row["schemes"]:
+            times = 2.0 if model in ("hsdp", "mics") else 1.0
+            found[name] = step_seconds(model, cluster, nodes * k, k, work, reduce_scatter_times=times)
+    return found
 
 
 def check(path: Path) -> list[tuple[str, str, float, float]]:

@@ -160,8 +160,9 @@ class Evaluations:
 
     @property
     def _step_name(self) -> str:
-        trainer = self._trainer
-        return "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
+        if self._trainer.predicting:
+            return "predict_step"
+        return "test_step" if self._trainer.testing else "validation_step"
 
     @property
     def _loop(self) -> Any:

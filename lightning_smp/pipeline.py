@@ -215,6 +215,7 @@ class _Logged:
             arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
             arguments.pop("self")
             value = arguments["value"]
+            # Metrics are noted by name: the other stages have metrics of their own.
             if isinstance(value, Metric):
                 if id(value) not in self._names:
                     raise ValueError(
@@ -232,6 +233,7 @@ class _Logged:
                 arguments["value"] = value.detach().cpu()
             calls.append(_Call(arguments))
 
+        # The module logs into this list while the step runs.
         before = vars(self._module).get("log")
         vars(self._module)["log"] = note
         try:
@@ -245,14 +247,16 @@ class _Logged:
 
     def combined(self) -> list[_Call]:
         """Return one call for the calls of all micro-batches, each name's by the reduction that it was logged with."""
-        names = [[call.arguments["name"] for call in calls] for calls in self._micro_batches]
-        if any(each != names[0] for each in names):
+        names = []
+        for calls in self._micro_batches:
+            names.append([call.arguments["name"] for call in calls])
+        differing = [each for each in names if each != names[0]]
+        if differing:
             raise ValueError(
-                f"self.log was called for {names[0]} in one micro-batch of a batch and for "
-                f"{next(each for each in names if each != names[0])} in another; log the same in each"
+                f"self.log was called for {names[0]} in one micro-batch of a batch and for {differing[0]} in another; "
+                "log the same in each"
             )
-        combined = [_combine([calls[place] for calls in self._micro_batches]) for place in range(len(names[0]))]
-        return [self._with_last(call) for call in combined]
+        return [self._with_last(_combine(list(calls))) for calls in zip(*self._micro_batches, strict=True)]
 
     def _with_last(self, call: _Call) -> _Call:
         """Return a call with what a metric gave last, which Lightning logs for a step."""

@@ -206,8 +206,10 @@ def random_of_rank(trainer: Trainer, earlier: dict[str, Any] | None) -> dict[str
             whose batches are seen again, or before a validation in progress.
     """
     starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
-    kept = {} if all(start is None for start in starts) else {"epoch_random": starts}
-    return {"random": earlier or random_state(), **kept}
+    states: dict[str, Any] = {"random": earlier or random_state()}
+    if any(start is not None for start in starts):
+        states["epoch_random"] = starts
+    return states
 
 
 class Resume:

@@ -147,9 +147,14 @@ class SteppingStrategy(ProcessGroupStrategy):
         return self._window_start if self.window.is_open else None
 
     @property
-    def _trainer(self) -> Trainer:
+    def _module(self) -> LightningModule:
+        """The LightningModule, which a Trainer has connected before anything else is called."""
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
 
     @property
     @override
@@ -236,8 +241,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             return loader
         if not isinstance(loader, DealtLoader) or self.config.context_parallel_degree > 1:
             return None  # where sequences are shared, targets are counted
-        assert self.lightning_module is not None
-        fetches_itself = "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters
+        fetches_itself = "dataloader_iter" in inspect.signature(self._module.training_step).parameters
         return None if fetches_itself else loader
 
     @override
@@ -275,7 +279,6 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if self._pipelined is not None and not self.steps_have_backward:
             with torch.no_grad():
                 return self._pipelined.evaluate(self._micro_batch, args, kwargs)
@@ -285,30 +288,26 @@ class SteppingStrategy(ProcessGroupStrategy):
             batch = (*args, *kwargs.values())
             return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
         context = self.precision_plugin.train_step_context()
-        return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
+        return self._run_step(self._module.training_step, context, *args, **kwargs)
 
     def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         context = self.precision_plugin.train_step_context()
-        return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
+        return self._run_step(self._module.training_step, context, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         context = self.precision_plugin.val_step_context()
-        return self._evaluate(self.lightning_module.validation_step, context, *args, **kwargs)
+        return self._evaluate(self._module.validation_step, context, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         context = self.precision_plugin.test_step_context()
-        return self._evaluate(self.lightning_module.test_step, context, *args, **kwargs)
+        return self._evaluate(self._module.test_step, context, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         context = self.precision_plugin.predict_step_context()
-        return self._evaluate(self.lightning_module.predict_step, context, *args, **kwargs)
+        return self._evaluate(self._module.predict_step, context, *args, **kwargs)
 
     @contextlib.contextmanager
     @override

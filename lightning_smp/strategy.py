@@ -142,8 +142,7 @@ class SmpShardedStrategy(SteppingStrategy):
     @contextlib.contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        assert self.lightning_module is not None
-        with keeping_what_is_sharded(self.lightning_module):
+        with keeping_what_is_sharded(self._module):
             yield
 
     @override
@@ -154,14 +153,13 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
-        take_over_callbacks(self.lightning_module.trainer)
-        take_over_exception_saves(self.lightning_module.trainer)
+        take_over_callbacks(self._trainer)
+        take_over_exception_saves(self._trainer)
         super().setup_environment()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         # FSDP2 cannot train on tensors that it gathered under inference mode.
         for evaluation in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
@@ -170,7 +168,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.evaluations = Evaluations(trainer, self._leave_if_told)
 
         # The sharded module.
-        module = self.lightning_module
+        module = self._module
         precision = self.precision_plugin
         self.config = with_recipe(self.config, precision, self.root_device)
         if self.config.pipeline_parallel_degree > 1:
@@ -257,8 +255,7 @@ class SmpShardedStrategy(SteppingStrategy):
         require_equal_training(self._trainer)
         require_joined_alone(self._trainer, self.mesh)
         if self.resume is not None:
-            assert self.lightning_module is not None
-            self.resume.on_train_start(self.lightning_module.trainer)
+            self.resume.on_train_start(self._trainer)
         self._remember_loaders()
 
     @override
@@ -269,8 +266,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.joined is not None:
             self.joined.begin_batch()
         if not self.window.is_open:
-            assert self.lightning_module is not None
-            self._window_start = WindowStart.here(self.lightning_module.trainer, self._loaders)
+            self._window_start = WindowStart.here(self._trainer, self._loaders)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,9 +284,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
     def _remember_loaders(self) -> None:
         """Remember the data loaders' state between windows; a save inside the next one resumes from it."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.accumulate_grad_batches > 1 or not self.lightning_module.automatic_optimization:
+        trainer = self._trainer
+        if trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization:
             self._loaders = loader_state(trainer)
 
     # Checkpoints
@@ -339,8 +334,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     def _is_running(self) -> bool:
         """Return whether training hides a save; after training, a save has to be complete when it returns."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.trainer.state
+        state = self._trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     @override

@@ -77,6 +77,7 @@ def parallelize(
             refuse, ranks that were given different configurations or models; on all ranks.
         RuntimeError: this torch lacks something of FSDP2 that is needed (:func:`require_internals`).
     """
+    # Look.
     device = torch.device(device) if mesh is None else mesh.device
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
     require_internals()
@@ -87,6 +88,7 @@ def parallelize(
     elif asked.plan is not None and given is None:
         asked = _planned(model, asked, observe, RunningStep(device, entry, precision, accumulated, tuple(optimizers)))
 
+    # Decide, and agree.
     def settle() -> Plan:
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
@@ -101,6 +103,7 @@ def parallelize(
         return plan
 
     plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words)
+    # Mesh, and do.
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:

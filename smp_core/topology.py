@@ -136,16 +136,20 @@ class Topology:
         size = self.world_size // stages
         return Topology.uniform(size, min(size, self.ranks_per_node))
 
+    def has_two_stages(self, degree: int) -> bool:
+        """Return whether groups of ``degree`` neighbours span nodes with several of their ranks on each."""
+        return degree > self.ranks_per_node > 1
+
+    def replicas_share_nodes(self, degree: int) -> bool:
+        """Return whether replicas of groups of ``degree`` neighbours span nodes with several of their ranks on each."""
+        return degree < self.ranks_per_node and self.num_nodes > 1
+
     def _fills_nodes(self, size: int) -> bool:
         return size % self.ranks_per_node == 0 or self.ranks_per_node % size == 0
 
     def node_of(self, rank: int) -> int:
         """Return the index of the node of `rank`."""
         return self._position(rank)[0]
-
-    def local_rank_of(self, rank: int) -> int:
-        """Return the position of `rank` among the ranks of its node."""
-        return self._position(rank)[1]
 
     def same_node(self, a: int, b: int) -> bool:
         """Return whether two ranks share a node, and with it the fast link."""
@@ -213,10 +217,11 @@ class Topology:
         return divmod(rank, self.ranks_per_node)
 
     def _layout(self) -> str:
-        return "; ".join(
-            f"node {name}: {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
-            for name, ranks in zip(self.node_names, self.nodes, strict=True)
-        )
+        nodes = []
+        for name, ranks in zip(self.node_names, self.nodes, strict=True):
+            word = "rank" if len(ranks) == 1 else "ranks"
+            nodes.append(f"node {name}: {word} {_listed(ranks)}")
+        return "; ".join(nodes)
 
 
 @dataclass(frozen=True)

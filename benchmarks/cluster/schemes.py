@@ -224,7 +224,12 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
         if "once" in scheme:
             micro_batches = 1
         return micro_batches * across * (gathered * gather + m * (code if "both" in scheme else 1.0))
-    return 2 * across * m * (0.5 if "bf16" in scheme else code if "int8" in scheme else 1.0)
+    share = 1.0
+    if "bf16" in scheme:
+        share = 0.5
+    elif "int8" in scheme:
+        share = code
+    return 2 * across * m * share
 
 
 def calibrate(k: int) -> dict[str, float]:
@@ -300,11 +305,11 @@ def main() -> None:
     watch = dist.new_group()  # measuring never touches the schemes' groups
     runs: dict[str, Any] = {}
     for name in names:
-        runs[name] = (
-            DeepSpeedRun(name, asked.micro, half)
-            if name in DEEPSPEED
-            else Run(name, asked.micro, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
-        )
+        if name in DEEPSPEED:
+            runs[name] = DeepSpeedRun(name, asked.micro, half)
+        else:
+            dtype = "bfloat16" if half else None
+            runs[name] = Run(name, asked.micro, dtype, asked.compute_ms / 1e3, asked.width)
     rank, world = dist.get_rank(), dist.get_world_size()
     machine = calibrate(k) if ALONE in names else {}
     found: dict[str, dict[str, Any]] = {

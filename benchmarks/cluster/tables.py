@@ -106,9 +106,8 @@ def ratios(rows: list[dict[str, Any]]) -> str:
         if row["dtype"] == "float32":
             found = [seconds_of(row, other) / seconds_of(row, ours) for other, ours in columns.values()]
             where = f"{row['rate']}, {row['layout']}, {row['micro']}"
-            lines.append(
-                f"| {where} | " + " | ".join("-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in found) + " |"
-            )
+            cells = ["-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in found]
+            lines.append(f"| {' | '.join([where, *cells])} |")
     return "\n".join(lines)
 
 

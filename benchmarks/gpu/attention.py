@@ -70,7 +70,8 @@ def _against_plain(on: Device, name: str, dtype: torch.dtype, kernel: str) -> di
     names = ("output", "LSE", "queries", "keys", "values")
     for name, seen, right in zip(names, results, expected, strict=True):
         worst = ((seen.double() - right).abs().max() / right.abs().max()).item()
-        limit = 1e-3 if name == "LSE" else (4 if name == "output" else 8) * torch.finfo(dtype).eps
+        rounding = torch.finfo(dtype).eps
+        limit = {"LSE": 1e-3, "output": 4 * rounding}.get(name, 8 * rounding)
         found["ok"] &= worst <= limit and tuple(seen.shape) == tuple(right.shape)
         found[name] = worst
     return found

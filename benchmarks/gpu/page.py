@@ -39,7 +39,7 @@ def read(path: Path) -> Results:
 
 def all_results(folder: Path) -> list[Results]:
     """Read the results of every device, in the order of file names; runs without a device say nothing."""
-    found = [read(path) for path in sorted(folder.glob("*.jsonl"))] if folder.exists() else []
+    found = map(read, sorted(folder.glob("*.jsonl")))
     return [each for each in found if each.machine is not None]
 
 

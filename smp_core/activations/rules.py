@@ -11,6 +11,7 @@ class Activations(Subject):
     name = "activations"
     page = "memory.md"
     knobs = ("activations", "chunked_cross_entropy")
+    optional = True
     part = "activations"
 
     def settle(self, draft: ModelDraft) -> None:

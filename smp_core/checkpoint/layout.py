@@ -147,11 +147,11 @@ class Index:
 
     def names_in(self, file: str, begin: int, end: int) -> list[str]:
         """List the tensors that have bytes in a range of a file."""
-        return [
-            name
-            for name, record in self.tensors.items()
-            if any(chunk.file == file and chunk.begin < end and begin < chunk.end for chunk in record.chunks)
-        ]
+        found = []
+        for name, record in self.tensors.items():
+            if any(chunk.file == file and chunk.begin < end and begin < chunk.end for chunk in record.chunks):
+                found.append(name)
+        return found
 
     def by_path(self) -> dict[tuple[Any, ...], str]:
         """Map each path in the saved state to its name."""

@@ -175,11 +175,10 @@ def _over_stages(
     lacking: list[set[str]] = [set()] * dist.get_world_size(stages)
     dist.all_gather_object(lacking, {name for name, tensor in tensors.items() if is_absent(tensor)}, group=stages)
     of_stages = set().union(*lacking)
-    holders = {
-        id(tensor): [name not in theirs for theirs in lacking].index(True)
-        for name, tensor in tensors.items()
-        if name in of_stages
-    }
+    holders = {}
+    for name, tensor in tensors.items():
+        if name in of_stages:
+            holders[id(tensor)] = next(stage for stage, theirs in enumerate(lacking) if name not in theirs)
 
     def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in holders:

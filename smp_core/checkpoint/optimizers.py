@@ -93,6 +93,7 @@ def load_named_optimizer_state(
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
     """
+    # The same parameters here and there.
     path = open_checkpoint(path)
     names = [name_there(name) for name in parameter_names(model, optimizer)]
     parameters = stepped_parameters(optimizer)
@@ -283,5 +284,8 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[s
 def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """Put ``value`` at ``path``; integer keys stand for places in a list, filled up with empty dicts."""
     for key in reversed(path):
-        value = [{} for _ in range(key)] + [value] if isinstance(key, int) else {key: value}
+        if isinstance(key, int):
+            value = [*({} for _ in range(key)), value]
+        else:
+            value = {key: value}
     return value

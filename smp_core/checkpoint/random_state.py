@@ -106,16 +106,13 @@ def resumed_random_state(
         set_random_state(now)
 
 
-def restore_random_state(
-    path: str | os.PathLike[str], rank: int, world_size: int, seed: int, key: str = "random"
-) -> bool:
+def restore_random_state(path: str | os.PathLike[str], rank: int, world_size: int, seed: int) -> bool:
     """Restore this rank's generators from the checkpoint, or seed them anew on another number of ranks.
 
     Args:
-        path: a checkpoint whose ``per_rank`` was a dict with ``{key: random_state()}``.
+        path: a checkpoint whose ``per_rank`` was a dict with ``{"random": random_state()}``.
         rank, world_size: of this run.
         seed: the run's seed, for another world size.
-        key: see ``path``.
 
     Returns:
         True when the saved state was restored; False when the generators were seeded from (seed, step, rank), which
@@ -126,6 +123,7 @@ def restore_random_state(
     """
     opened = open_checkpoint(path)
     step = opened.manifest.step or 0
-    saved = [value.get(key) if isinstance(value, dict) else None for value in read_per_rank(opened)]
+    parts = read_per_rank(opened)
+    saved = [part.get("random") if isinstance(part, dict) else None for part in parts]
     set_random_state(resumed_random_state(saved, rank, world_size, seed, step, os.fspath(path)))
     return len(saved) == world_size and saved[rank] is not None

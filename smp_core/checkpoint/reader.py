@@ -91,11 +91,16 @@ def load_checkpoint(
         for part in _in_parts(tensors):
             _fill(opened, part, ranks)
     except CheckpointException as error:
-        causes = [wrapped[0] if isinstance(wrapped, tuple) else wrapped for wrapped in error.failures.values()]
-        texts = dict.fromkeys(str(c) if isinstance(c, CheckpointError) else f"{type(c).__name__}: {c}" for c in causes)
+        texts = dict.fromkeys(map(_cause, error.failures.values()))
         raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
     for container, key, value in replacements:
         container[key] = value
+
+
+def _cause(wrapped: Any) -> str:
+    """Return a rank's error in words, of DCP's (error, traceback)."""
+    cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+    return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
 
 
 def _in_parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -122,7 +127,8 @@ def _is_coded(tensor: torch.Tensor) -> bool:
 @torch.no_grad()
 def _fill(opened: OpenCheckpoint, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
     """Read tensors in place, those that are stored as codes by way of decoded ones. Collective."""
-    read = {name: torch.empty_like(tensor) if _is_coded(tensor) else tensor for name, tensor in tensors.items()}
+    decoded = {name: torch.empty_like(tensor) for name, tensor in tensors.items() if _is_coded(tensor)}
+    read = {**tensors, **decoded}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(
@@ -153,6 +159,7 @@ def _match(
         chosen = set(_select(index, only))
         wanted = {path: tensor for path, tensor in wanted.items() if by_path.get(path) in chosen}
         by_path = {path: name for path, name in by_path.items() if name in chosen}
+    # How the two differ: names, shapes, dtypes.
     missing = [path_text(path) for path in wanted if path not in by_path]
     unexpected = [name for path, name in by_path.items() if path and path[0] in state and path not in wanted]
     found = {by_path[path]: tensor for path, tensor in wanted.items() if path in by_path}
@@ -166,6 +173,7 @@ def _match(
         for name, tensor in found.items()
         if tensor.dtype != index.record(name).dtype
     ]
+    # Which of that is an error.
     problems = []
     if strict and missing:
         problems.append(_listing("not in the checkpoint", missing))
@@ -279,7 +287,9 @@ def read_rest(
         CheckpointError: as in :func:`read_manifest`, or there is no such part.
     """
     opened = open_checkpoint(path)
-    steps = () if prefix is None else (prefix,) if isinstance(prefix, str) else tuple(prefix)
+    steps: tuple[Any, ...] = ()
+    if prefix is not None:
+        steps = (prefix,) if isinstance(prefix, str) else tuple(prefix)
     try:
         tree = subtree(opened.tree, ("state", *steps))
     except KeyError:
@@ -310,14 +320,14 @@ def read_template(
     return _decode(opened, tree, lambda name: tensor(places[name], name, opened.index.record(name)), False)
 
 
-def read_per_rank(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> list[Any]:
+def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
     """Read the ``per_rank`` value of each rank of the saving run.
 
     Raises:
         CheckpointError: as in :func:`read_manifest`.
     """
     opened = open_checkpoint(path)
-    return _decode(opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, allow_pickle)
+    return _decode(opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, False)
 
 
 def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, torch.Tensor]:
@@ -342,7 +352,9 @@ def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> l
     known = set(names)
     selected: dict[str, None] = {}
     for pattern in patterns:
-        matches = [pattern] if pattern in known else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        matches = [pattern]
+        if pattern not in known:
+            matches = fnmatch.filter(names, pattern)
         if not matches and must_match and pattern != "*":
             raise CheckpointError(f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}")
         selected.update(dict.fromkeys(matches))

@@ -174,11 +174,7 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
     return None
 
 
-def first_undamaged(
-    paths: Sequence[str | os.PathLike[str]],
-    verify: str | None = "auto",
-    process_group: dist.ProcessGroup | None = None,
-) -> str:
+def first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto") -> str:
     """Return the first unbroken checkpoint of several, the most wanted one in front. Collective.
 
     Broken checkpoints are skipped, with a warning that names them and their problems; ranks share the reading.
@@ -186,23 +182,18 @@ def first_undamaged(
     Args:
         paths: checkpoint folders, or single files as ``checkpoint="full"`` writes them; the same on all ranks.
         verify: as in :func:`smp_core.checkpoint.load_checkpoint`; of a single file the checksums are always read.
-        process_group: the ranks that look together; None: all.
 
     Raises:
         CheckpointError: none of them is complete; the message says what is wrong with the first.
     """
-    return os.fspath(open_first_undamaged(paths, verify, process_group))
+    return os.fspath(open_first_undamaged(paths, verify))
 
 
-def open_first_undamaged(
-    paths: Sequence[str | os.PathLike[str]],
-    verify: str | None = "auto",
-    process_group: dist.ProcessGroup | None = None,
-) -> OpenCheckpoint | str:
+def open_first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto") -> OpenCheckpoint | str:
     """Return what :func:`first_undamaged` finds, open, so that it is what is loaded then, and is not checked again; the
     path of a single file. Collective.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks()
     problems: list[str] = []
     for path in paths:
         where = os.fspath(path)

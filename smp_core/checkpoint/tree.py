@@ -133,12 +133,14 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
 
     def encode(value: Any, path: Path) -> Any:
         kind = type(value)
+        # Leaves that JSON has.
         if kind in _SAME_IN_JSON:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if path in names:
             return {"$tensor": names[path]}
+        # Containers: dicts of texts are JSON's own, all others carry a tag.
         if kind is dict or kind is OrderedDict:
             if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
                 return {
@@ -153,6 +155,7 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             return {"$tuple": _encode_items(value, path, encode)}
         if kind is set or kind is frozenset:
             return {f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]}
+        # What JSON lacks: numbers of NumPy, then rest.pt, then a pickle if that is allowed.
         if kind.__module__ == "numpy":
             encoded = _encode_numpy(value)
             if encoded is not None:

@@ -38,6 +38,7 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
             raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
         return open_checkpoint(path)
 
+    # One save on all ranks, also where the folder is being written over.
     for _ in range(_OPENINGS):
         opened, seen = ranks.together(what, opened_here, lambda it: (it.manifest.id, it.folder.signs_of_crash()))
         if len({save for save, _ in seen}) == 1:

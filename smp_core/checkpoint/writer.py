@@ -301,6 +301,7 @@ class SmpStorageWriter(StorageWriter):
             torch.save(content, buffer)
             return write(stem, ".pt", buffer.getvalue())
 
+        # Files that are kept along, then the manifest with the digests of all files.
         extra = {}
         for name, content in self.options.extra_files.items():
             stem, suffix = os.path.splitext(name)

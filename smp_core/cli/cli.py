@@ -11,8 +11,9 @@ from importlib import import_module
 
 import typer
 
-from smp_core.outside import OneLineErrors, begin
+from smp_core.outside import without_commands
 
+_SMP = ("smp", "torch-smp on the command line.")
 _COMMANDS = {
     "plan": (
         "smp_core.planner.commands",
@@ -54,7 +55,7 @@ def application(only: str | None = None) -> typer.Typer:
     Args:
         only: the one command that is going to run, and the only one to be imported.
     """
-    app = _without_commands()
+    app = without_commands(*_SMP)
     for name, (module, _) in _COMMANDS.items():
         if only is None or only == name:
             found = import_module(module)
@@ -67,7 +68,7 @@ def application(only: str | None = None) -> typer.Typer:
 
 def outline() -> typer.Typer:
     """Return an application that lists the commands, refuses others and prints the version; it imports no command."""
-    app = _without_commands()
+    app = without_commands(*_SMP)
     for name, (_, text) in _COMMANDS.items():
         app.command(name, help=text)(_not_to_be_run)
     return app
@@ -78,19 +79,6 @@ def main() -> None:
     first = next((word for word in sys.argv[1:] if word != "--"), "")
     app = application(first) if first in _COMMANDS else outline()
     app()
-
-
-def _without_commands() -> typer.Typer:
-    app = typer.Typer(
-        name="smp",
-        cls=OneLineErrors,
-        help="torch-smp on the command line.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.callback()(begin)
-    return app
 
 
 def _not_to_be_run() -> None:

@@ -81,7 +81,7 @@ def devices() -> Iterator[Finding]:
     kinds = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     memory = min(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())) / 2**30
     found = f"{torch.cuda.device_count()} x {', '.join(sorted(kinds))}, at least {memory:.0f} GiB free"
-    yield Finding("devices", "ok" if len(kinds) == 1 else "note", found, "" if len(kinds) == 1 else "use one kind")
+    yield Finding.unless(len(kinds) == 1, "devices", found, "use one kind")
     yield Finding("cuDNN", "ok" if torch.backends.cudnn.is_available() else "note", str(torch.backends.cudnn.version()))
 
 
@@ -115,9 +115,8 @@ def network() -> Iterator[Finding]:
     interfaces = {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")
-        missing = [
-            each for each in asked.lstrip("^=").split(",") if each and not any(i.startswith(each) for i in interfaces)
-        ]
+        prefixes = filter(None, asked.lstrip("^=").split(","))
+        missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in interfaces)]
         if missing:
             fix = f"unset it, or choose among {', '.join(sorted(interfaces))}"
             yield Finding(variable, "problem", f"{', '.join(missing)}: no such interface", fix)
@@ -131,7 +130,7 @@ def network() -> Iterator[Finding]:
         yield Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
         plugin = os.environ.get("NCCL_NET_PLUGIN") or ctypes.util.find_library("nccl-net")
         fabric = Path("/sys/class/infiniband")
-        cards = sorted(card.name for card in fabric.iterdir()) if fabric.is_dir() else []
+        cards = sorted(os.listdir(fabric)) if fabric.is_dir() else []
         yield Finding("network cards", "ok" if cards else "note", ", ".join(cards) or "none with RDMA")
         elastic = any(card.startswith(("efa", "rdmap")) for card in cards)
         state: Literal["ok", "problem"] = "problem" if elastic and not plugin else "ok"
@@ -143,23 +142,16 @@ def network() -> Iterator[Finding]:
 def limits() -> Iterator[Finding]:
     """Look at what the system allows a process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield Finding(
-        "open files", "ok" if files >= 4096 else "note", str(files), "" if files >= 4096 else "ulimit -n 65536"
-    )
+    yield Finding.unless(files >= 4096, "open files", str(files), "ulimit -n 65536")
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / 2**30
-        fix = "" if free >= 1 else "data loaders with workers need it: docker run --shm-size=8g, or --ipc=host"
-        yield Finding("shared memory", "ok" if free >= 1 else "note", f"{free:.1f} GiB free in {shared}", fix)
+        fix = "data loaders with workers need it: docker run --shm-size=8g, or --ipc=host"
+        yield Finding.unless(free >= 1, "shared memory", f"{free:.1f} GiB free in {shared}", fix)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    over = threads * ranks > cores
-    yield Finding(
-        "threads",
-        "note" if over else "ok",
-        f"{threads} x {ranks} ranks on {cores} cores",
-        f"OMP_NUM_THREADS={max(1, cores // ranks)}" if over else "",
-    )
+    found, fix = f"{threads} x {ranks} ranks on {cores} cores", f"OMP_NUM_THREADS={max(1, cores // ranks)}"
+    yield Finding.unless(threads * ranks <= cores, "threads", found, fix)
 
 
 def states_in_memory() -> Iterator[Finding]:

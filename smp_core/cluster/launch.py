@@ -178,7 +178,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 def _first_slurm_host(nodelist: str) -> str:
     """Return the first host of `a`, `a,b`, `gpu[03-07,9]` or `gpu[03-07]-ib`."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
-    host = "".join(part or "" for part in match.groups()) if match else ""
+    host = "".join(match.groups("")) if match else ""
     if not host:
         raise ValueError(f"SLURM's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0")
     return host

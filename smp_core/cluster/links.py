@@ -87,7 +87,9 @@ class LinkFit:
             messages: rounds of each of them.
         """
         weights = [1 / seconds for _, seconds in points]
-        sums = [sum(w * term for w, term in zip(weights, terms, strict=True)) for terms in _terms(points)]
+        sums = []
+        for terms in _terms(points):
+            sums.append(sum(weight * term for weight, term in zip(weights, terms, strict=True)))
         one, n, nn, s, ns = sums
         slope = (one * ns - n * s) / (one * nn - n * n)
         alpha = (s - slope * n) / one

@@ -56,7 +56,9 @@ def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessG
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     out_PN[me].copy_(rows_PN[me])
     others = [i for i in range(len(ranks)) if i != me]
-    exchange([(rows_PN[i], ranks[i]) for i in others], [(out_PN[i], ranks[i]) for i in others], group, tag)
+    sends = [(rows_PN[i], ranks[i]) for i in others]
+    receives = [(out_PN[i], ranks[i]) for i in others]
+    exchange(sends, receives, group, tag)
 
 
 def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -84,7 +86,8 @@ def start_sum_rows(
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [i for i in range(len(ranks)) if i != me]
     received = dict(zip(others, rows_PN.new_empty(len(others), rows_PN.shape[1]), strict=True))
-    sends, receives = [(rows_PN[i], ranks[i]) for i in others], [(received[i], ranks[i]) for i in others]
+    sends = [(rows_PN[i], ranks[i]) for i in others]
+    receives = [(received[i], ranks[i]) for i in others]
     works = start_exchange(sends, receives, group, tag)
 
     def finish() -> None:

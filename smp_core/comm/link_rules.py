@@ -39,7 +39,7 @@ from smp_core.cluster import (
 )
 from smp_core.codecs import CodeName
 from smp_core.config import SmpConfig
-from smp_core.plan import Cluster, ModelDraft, Shapes, compression, dtype_of, replicas_share_nodes, two_stages
+from smp_core.plan import Cluster, ModelDraft, Shapes, compression, dtype_of
 from smp_core.torch_facts import FSDP_METHODS
 
 MOST_IN_FLIGHT = 4
@@ -59,12 +59,13 @@ def settle_stages(draft: ModelDraft) -> None:
     """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured."""
     knobs, shapes, cluster = draft.knobs, draft.shapes, draft.groups
     links, degree = cluster.links, draft.of_groups.size(*PARTITION)
-    of_partition = two_stages(degree, cluster.topology)
-    several = of_partition or replicas_share_nodes(degree, cluster.topology)
+    of_partition = cluster.topology.has_two_stages(degree)
+    several = of_partition or cluster.topology.replicas_share_nodes(degree)
     if knobs.asked("collectives.hierarchical") != "auto" or not several or not shapes.unit_elements:
         return
     if links is None or links.flat is None:
         return
+    # Seconds of all units, in one stage and in two.
     gathered = dtype_of(knobs.param_dtype) or shapes.dtype
     reduced = dtype_of(knobs.reduce_dtype) or gathered
     one = two = 0.0
@@ -157,8 +158,12 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
     links = cluster.links
     if links is None:
         return None
-    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
-    place: Place = "intra" if not between else "flat" if not in_stages and links.flat is not None else "inter"
+    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(degree)
+    place: Place = "inter"
+    if not between:
+        place = "intra"
+    elif not in_stages and links.flat is not None:
+        place = "flat"
     measured: Collectives | None = getattr(links, place)
     return None if measured is None else (place, measured)
 
@@ -166,7 +171,7 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
 def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
     """Return why FSDP2's option can do nothing here; None: it can."""
     method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
-    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
+    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(degree)
     if method not in cluster.fsdp_methods:
         return f"torch {torch.__version__} has no FSDPModule.{method}"
     if cluster.device != "cuda":

@@ -276,9 +276,11 @@ class QuantizedAllGather(CommObject):
 
 
 def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+    if not parts:
+        return shard_N[:0]
     if len(parts) == 1:
         return shard_N[parts[0]]
-    return torch.cat([shard_N[part] for part in parts]) if parts else shard_N[:0]
+    return torch.cat([shard_N[part] for part in parts])
 
 
 def _spread(values_RN: torch.Tensor, shards_RN: torch.Tensor, parts: list[slice]) -> None:

@@ -55,6 +55,7 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
     if saved["layout"] != traffic.layout():
         logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path.address)
         return
+    # Each rank reads its own part of the joined tensors.
     index, world = read_index(path), dist.get_world_size()
     mesh = _world_mesh(traffic)
     template = {}

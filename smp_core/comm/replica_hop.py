@@ -218,13 +218,14 @@ class ReplicaHop(CommObject):
         # Every rank holds all payloads, so all agree about which owners send again.
         refused = [i for i, finite in enumerate(codec.finite_in(payloads, s).tolist()) if not finite]
         if refused:
-            to = {i: sums_MS[me] for i in range(m) if i != me} if me in refused else {}
-            self._send_exactly(to, {i: sums_MS[i] for i in refused if i != me})
-        if not refused:
+            others = [i for i in range(m) if i != me]
+            sends = dict.fromkeys(others, sums_MS[me]) if me in refused else {}
+            self._send_exactly(sends, {i: sums_MS[i] for i in refused if i != me})
+            for i in range(m):
+                if i not in refused:
+                    codec.decode(payloads[i], sums_MS[i])
+        else:
             codec.decode(payloads, sums_MS)
-        for i in range(m if refused else 0):
-            if i not in refused:
-                codec.decode(payloads[i], sums_MS[i])
 
     def _send_exactly(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """Exchange uncompressed parts between nodes, by place in the group between nodes, and count them as

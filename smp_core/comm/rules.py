@@ -56,18 +56,21 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
     degree = layout.size(*PARTITION)
     gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
     sums_cross = topology.spans_nodes(layout.ranks(0, Axis.REPLICATE))
+    # Gathers.
     if asked.gather is not None:
         if degree == 1:
             draft.drop("compression.gather", None, "shard_degree=1: nothing is gathered")
         elif not gathers_cross and not asked.gather_inside_nodes:
             why = "the partition group lies inside one node; gather_inside_nodes=true encodes there too"
             draft.drop("compression.gather", None, why)
+    # Sums of gradients.
     if asked.reduce == "bf16" and not sums_cross:
         several = layout.replicate > 1
         why = "replicas are on one node" if several else "there is one replica: no sums across"
         draft.drop("compression.reduce", None, why)
     if asked.reduce_codes is not None and not gathers_cross and not sums_cross:
         draft.drop("compression.reduce", None, "no gradients cross between nodes")
+    # Error feedback, which only codes need.
     settled = draft.knobs.compression
     codes = settled.reduce_codes
     if asked.error_feedback == "auto" or (asked.error_feedback and codes is None):

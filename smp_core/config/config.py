@@ -356,10 +356,10 @@ class SmpConfig:
         config._name_unused(values, origins)
         return config._with_origins({knob: origin for knob, origin in origins.items() if knob not in written})
 
-    def name_unused_variables(self, environ: Mapping[str, str] | None = None) -> None:
+    def name_unused_variables(self) -> None:
         """Warn of environment variables that ask for something else than this configuration, which was made in code."""
         try:
-            self._name_unused(*knobs_in_environment(os.environ if environ is None else environ, self.readers()))
+            self._name_unused(*knobs_in_environment(os.environ, self.readers()))
         except ValueError as error:
             logger.warning("%s. The environment has no effect: all knobs are settled in code", error)
 

@@ -114,9 +114,9 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     return translation
 
 
-def _knob(knob: str, reader: read.Reader, note: str = "") -> Handler:
+def _knob(knob: str, reader: read.Reader) -> Handler:
     def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
-        to.set(option, value, knob, reader(option, value), note)
+        to.set(option, value, knob, reader(option, value))
 
     return handle
 

@@ -224,7 +224,8 @@ def difference(seen: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
     """Say which result is further from what was expected than two kernels' rounding explains; "": none."""
     for name, one, other in zip(_RESULTS, seen, expected, strict=True):
         rounding = torch.finfo(other.dtype).eps
-        limit = _LSE if name == "LSE" else (_OUTPUT if name == "output" else _GRADIENTS) * rounding
+        limits = {"LSE": _LSE, "output": _OUTPUT * rounding}
+        limit = limits.get(name, _GRADIENTS * rounding)
         wide = torch.promote_types(other.dtype, torch.float32)
         largest = other.abs().max().to(wide).clamp(min=torch.finfo(torch.float32).tiny)
         apart = (one.to(wide) - other.to(wide)).abs().max() / largest

@@ -35,8 +35,8 @@ class ContextParallelism(Subject):
         """Look whether the device has FlashAttention's kernels."""
         if torch.cuda.is_available():
             capable = torch.cuda.get_device_capability() >= (8, 0)
-            instead = "" if capable else "attention takes torch's math kernels"
-            yield Finding("FlashAttention", "ok" if capable else "note", "yes" if capable else "needs 8.0", instead)
+            found = "yes" if capable else "needs 8.0"
+            yield Finding.unless(capable, "FlashAttention", found, "attention takes torch's math kernels")
 
 
 CONTEXT_PARALLELISM = ContextParallelism()

@@ -15,6 +15,7 @@ input to ``torch.compile``, and is decoded once per batch.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -73,7 +74,7 @@ class SequencePlan:
             )
         for starts in self.documents:
             begins_at_0 = bool(starts) and starts[0] == 0
-            rises = all(a < b for a, b in zip(starts, [*starts[1:], self.length], strict=True)) if starts else False
+            rises = all(a < b for a, b in itertools.pairwise([*starts, self.length]))
             if not (begins_at_0 and rises):
                 raise ValueError(f"document starts {starts} do not rise from 0 to below {self.length}")
 

@@ -70,12 +70,11 @@ def _by_document(
     segments: Segments, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
-    q_sizes, k_sizes = [q for q, _ in segments], [k for _, k in segments]
-    yield from zip(
-        *(tensor.split(q_sizes, 1) for tensor in of_queries),
-        *(tensor.split(k_sizes, 1) for tensor in of_keys),
-        strict=True,
-    )
+    q_sizes = [q for q, _ in segments]
+    k_sizes = [k for _, k in segments]
+    queries = [tensor.split(q_sizes, 1) for tensor in of_queries]
+    keys = [tensor.split(k_sizes, 1) for tensor in of_keys]
+    yield from zip(*queries, *keys, strict=True)
 
 
 def hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -114,7 +114,8 @@ def check_model(model: Any) -> None:
     if getattr(text, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}")
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for each in rope.values() if any(isinstance(value, dict) for value in rope.values()) else [rope]:
+    is_by_layer_type = any(isinstance(value, dict) for value in rope.values())
+    for each in rope.values() if is_by_layer_type else [rope]:
         kind = str((each or {}).get("rope_type", "default"))
         if _is_dynamic(kind) and not any(_depends_on_length(module) for module in model.modules()):
             raise ValueError(

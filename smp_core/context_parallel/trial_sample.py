@@ -72,9 +72,10 @@ class Sample:
             elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
                 others.append((path[-1], pieces))
         pairs = [(one, other) for one in range(self.degree) for other in range(one)]
-        differing = [pair for pair in pairs if any(_differ(pieces, *pair) for pieces in of_data)]
+        if of_data:
+            pairs = [pair for pair in pairs if any(_differ(pieces, *pair) for pieces in of_data)]
         for name, pieces in others:
-            if any(not _differ(pieces, *pair) for pair in differing or (pairs if not of_data else ())):
+            if any(not _differ(pieces, *pair) for pair in pairs):
                 return (
                     f"its argument {name!r} is the same on two ranks and not constant, as what is counted by the "
                     "length of a rank's part is"

@@ -65,9 +65,11 @@ def _runs(
     runs: dict[int, dict[str, list[SplitRun]]] = {}
     for degree in ends:
         copy = copied(source.model, None)
+        runs[degree] = {}
         with _over(copy.model, degree):
-            meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in modes}
-        runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in modes}
+            for mode in modes:
+                meters = [trace.measured(copy, lists, mode, *place) for place in places]
+                runs[degree][mode] = [SplitRun(meter.instants, meter.kept) for meter in meters]
     instants: dict[tuple[int, str], Instants] = {}
     for kind, mode in itertools.product(by_split.values(), modes):
         for degree in kind:

@@ -180,8 +180,10 @@ def rehearse(question: Question) -> DryRun:
         )
     formats: list[Format] = []
     first, stages = _as_first_of(0, question, asked, formats)
-    others = [] if stages is None else [_as_first_of(n, question, asked, formats)[0] for n in stages.unlike[1:]]
-    return replace(first, others=tuple(others))
+    if stages is None:
+        return first
+    others = tuple(_as_first_of(stage, question, asked, formats)[0] for stage in stages.unlike[1:])
+    return replace(first, others=others)
 
 
 def _as_first_of(
@@ -232,10 +234,12 @@ def _split(source: Source, parallel: ParallelModel, question: Question) -> Split
 
 
 def _watched(rank: _Rank, ranks: int) -> DryRun:
+    # The first step makes optimizer states, which are there from then on.
     with Allocations([]):
         rank.step()
     tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
     before, rank.stored = _storages(tensors), _storages(rank.parameters())
+    # The second finds the instant of the peak, the third what is there then.
     with Allocations(before, inside=attention.INSIDE) as first:
         rank.step()
     memory: dict[str, int] = {}
@@ -250,6 +254,7 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     with Allocations(before, first.highest_at, note, attention.INSIDE) as second:
         rank.step()
     rank.parallel.meter.close_step()
+    # Bytes, by kind and link, and calls, by kind and group.
     metered = rank.parallel.meter.per_step().items()
     sent = {name.removesuffix("_bytes"): value for name, value in metered if name.endswith("_bytes") and "/" in name}
     calls: dict[str, tuple[int, int]] = {}
@@ -262,7 +267,8 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+    locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return [local.untyped_storage() for local in locals_]
 
 
 def _main(asked: str, out: str) -> None:

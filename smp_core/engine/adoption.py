@@ -43,17 +43,20 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    # What FSDP2 does not manage: rank 0's, on the device.
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     broadcast_from_rank_0(plain, mesh.device, mesh.gradient_group)
     broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
     traffic = Traffic(mesh, meter, plan)
+    # On a 2-D mesh torch adds up across replicas itself.
     if given.two_dimensional:
         torchs = NativeWindow(model)
         follow_window(model, torchs)
         calls = Calls(model, mesh.shard_ranks)
         return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic)
+    # On a 1-D mesh each partition group was sharded by itself.
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic)
     explain_uncalled(units)

@@ -67,8 +67,8 @@ class Compilation(Subject):
     def machine(self) -> Iterator[Finding]:
         """Look for a C compiler."""
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-        fix = "" if compiler else "torch.compile and Triton need one: install gcc"
-        yield Finding("C compiler", "ok" if compiler else "note", compiler or "none", fix)
+        fix = "torch.compile and Triton need one: install gcc"
+        yield Finding.unless(compiler is not None, "C compiler", compiler or "none", fix)
 
 
 COMPILATION = Compilation()

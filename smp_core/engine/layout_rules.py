@@ -4,7 +4,7 @@ a copy of gathered parameters between forward and backward."""
 from __future__ import annotations
 
 from smp_core.cluster import DEGREES, INNER, Layout, degrees_of, inner_degree
-from smp_core.plan import Draft, replicas_share_nodes, two_stages
+from smp_core.plan import Draft
 from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology
 
@@ -39,11 +39,11 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
 
 def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
     asked, k, nodes = draft.knobs.collectives.hierarchical, topology.ranks_per_node, topology.num_nodes
-    several = two_stages(degree, topology) or replicas_share_nodes(degree, topology)
+    several = topology.has_two_stages(degree) or topology.replicas_share_nodes(degree)
     if asked == "auto":
-        if two_stages(degree, topology):
+        if topology.has_two_stages(degree):
             why = f"the partition group spans {degree // k} nodes with {k} ranks each"
-        elif replicas_share_nodes(degree, topology):
+        elif topology.replicas_share_nodes(degree):
             why = f"the replication group spans {nodes} nodes with {k // degree} ranks each"
         elif degree > k:
             why = "one rank per node: there is only one stage"

@@ -152,13 +152,7 @@ class Fp8Model:
         return "\n".join(lines)
 
 
-def convert_to_fp8(
-    model: nn.Module,
-    recipe: Fp8Recipe | None = None,
-    *,
-    all_reduce_max: Callable[[torch.Tensor], None] = _alone,
-    parts: int = 1,
-) -> Fp8Model:
+def convert_to_fp8(model: nn.Module, recipe: Fp8Recipe | None = None, *, parts: int = 1) -> Fp8Model:
     """Make the linear layers of ``model`` compute in FP8, in place; call it before the model is sharded.
 
     The function converts ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with ``gate_up_proj`` and
@@ -166,7 +160,6 @@ def convert_to_fp8(
     :meth:`Fp8Model.step` has to run on every rank (:meth:`Fp8Model.follow`).
 
     Args:
-        all_reduce_max: see :class:`Fp8Model`; default one process.
         parts: tensor ranks that layers are split over afterwards; the kernels' sizes are those of a part.
 
     Returns:
@@ -196,7 +189,7 @@ def convert_to_fp8(
         module.__class__ = fp8_class(type(module))  # type: ignore[arg-type]  # modules' classes are hashable
         setattr(module, SITES, own)
 
-    fp8 = Fp8Model(model, recipe, state, tuple(sites), left_out, all_reduce_max)
+    fp8 = Fp8Model(model, recipe, state, tuple(sites), left_out)
     if not any(getattr(module, name).is_meta for module, name, _ in sites):
         fp8.refresh_weights()
     return fp8
@@ -206,10 +199,12 @@ def choose(
     model: nn.Module, recipe: Fp8Recipe, parts: int = 1
 ) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
     """Choose the modules to convert, as (name, module, parameters), and the reasons why others are left out."""
+    # The modules that hold each parameter.
     holders: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders[id(parameter)].append(name)
+    # Each module with a product: chosen, or left out for a reason.
     chosen: list[tuple[str, nn.Module, tuple[str, ...]]] = []
     left_out: dict[str, str] = {}
     matched: set[str] = set()
@@ -222,6 +217,7 @@ def choose(
             chosen.append((name, module, _weights(module)))
         else:
             left_out[name] = reason
+    # Globs that choose nothing are mistakes.
     unmatched = [glob for glob in recipe.include if glob not in matched]
     if unmatched and left_out:
         examples = [name for name, *_ in chosen] or list(left_out)

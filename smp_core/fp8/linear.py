@@ -70,10 +70,12 @@ class _Fp8Linear(torch.autograd.Function):
         kept = x.columns if columns else x.rows
         # A gathered weight is saved as the parameter: FSDP2 frees it now and gathers it again for backward.
         gathered = isinstance(weight, GatheredWeight)
-        saved_w = weight if gathered else (w.columns if flipped else w.rows)
-        ctx.save_for_backward(
-            kept if wants_w else None, x.inverse_scale, saved_w, None if gathered else w.inverse_scale
-        )
+        saved_w: Any = weight
+        inverse_w = None
+        if not gathered:
+            saved_w = w.columns if flipped else w.rows
+            inverse_w = w.inverse_scale
+        ctx.save_for_backward(kept if wants_w else None, x.inverse_scale, saved_w, inverse_w)
         ctx.site, ctx.flipped = site, flipped
         ctx.dtypes = x_RK.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_RN
@@ -91,7 +93,7 @@ class _Fp8Linear(torch.autograd.Function):
             w8, inverse_w = ctx.site.quantize_weight(weight) if inverse_w is None else (weight, inverse_w)
             dx = input_gradient(g, _oriented(w8, inverse_w, ctx.flipped, backward=True), x_dtype)
         if wants_w:
-            x = Quantized(None if columns else kept_x, kept_x if columns else None, inverse_x)
+            x = Quantized(None, kept_x, inverse_x) if columns else Quantized(kept_x, None, inverse_x)
             dw = weight_gradient(g, x, w_dtype)
             if ctx.flipped:
                 dw = dw.t()

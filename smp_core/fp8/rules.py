@@ -25,8 +25,8 @@ class Fp8(Subject):
         """Look whether the device has FP8 tensor cores."""
         if torch.cuda.is_available():
             capable = device_multiplies_fp8(torch.device("cuda", torch.cuda.current_device()))
-            instead = "" if capable else "leave fp8 out; products are emulated"
-            yield Finding("FP8", "ok" if capable else "note", "yes" if capable else "needs 8.9", instead)
+            found = "yes" if capable else "needs 8.9"
+            yield Finding.unless(capable, "FP8", found, "leave fp8 out; products are emulated")
 
 
 FP8 = Fp8()

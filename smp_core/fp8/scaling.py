@@ -134,7 +134,9 @@ class Fp8State:
     def calibrated(self, flags: list[list[bool]]) -> None:
         self._calibrated = flags
         delays = self.recipe.scaling == "delayed" and self.steps >= self.recipe.calibration_steps
-        self._delayed = [[known and (delays or role == WEIGHT) for role, known in enumerate(row)] for row in flags]
+        self._delayed = []
+        for row in flags:
+            self._delayed.append([known and (delays or role == WEIGHT) for role, known in enumerate(row)])
 
     def scales(self, site: int, role: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and its inverse, 0-d float32."""

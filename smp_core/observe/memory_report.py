@@ -184,7 +184,8 @@ class MemoryReport:
         held = self._parallel.window.held_bytes()
         states = 0 if self._parallel.config.state_offload else self._state_bytes()
         world = self._parallel.window.world
-        states += sum(shard.master_bytes for shard in ([] if world is None else world.shards))
+        if world is not None:
+            states += sum(shard.master_bytes for shard in world.shards)
         return {
             "parameters": sum(map(_bytes, on_device)),
             "gathered": sum(unit.gathered_bytes() for unit in self._parallel.units),

@@ -73,7 +73,8 @@ class MemoryWatch:
         self._began, self._due = None, self._after(step)
         own = self._report.end()
         device, host = sorted(own.device), sorted(own.host)
-        values = [own.device[kind] for kind in device] + [own.host[kind] for kind in host]
+        values = [own.device[kind] for kind in device]
+        values += [own.host[kind] for kind in host]
         most = torch.tensor(values, dtype=torch.float64, device=self._mesh.device)
         if self._mesh.topology.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.world_group)

@@ -80,6 +80,7 @@ class RouterLoads:
                 self._sizes = {name: size for sizes in everyone for name, size in sizes.items()}
         if not self._sizes:
             return {}
+        # Tokens of each expert, over all ranks.
         sizes = dict(sorted(self._sizes.items()))
         own = [float(count) for name, size in sizes.items() for count in self._taken(name, size)]
         together = torch.tensor(over_ranks(own, "sum"), dtype=torch.float64)

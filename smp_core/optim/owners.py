@@ -101,8 +101,8 @@ class Owners:
         """
         mine, ranks, device = self._owned_by[self._rank], range(self._degree), locals_[0].device
         # there: my rows of everybody's matrices, everybody's rows of mine
-        to_owners = [[self._part(locals_, each, self._rank) for each in owned] for owned in self._owned_by]
-        of_mine = [[self._n_rows(each, rank) * each.shape[1] for each in mine] for rank in ranks]
+        to_owners = [self._parts(locals_, owned) for owned in self._owned_by]
+        of_mine = [self._sizes(mine, rank) for rank in ranks]
         arrived = self._exchange(to_owners, [sum(sizes) for sizes in of_mine], dtype, device)
         pieces = [rows.split(sizes) for rows, sizes in zip(arrived, of_mine, strict=True)]
         # the work, whole
@@ -111,8 +111,10 @@ class Owners:
             whole = torch.cat([piece[place].view(-1, matrix.shape[1]) for piece in pieces])
             done.append(work(whole).split([self._n_rows(matrix, rank) for rank in ranks]))
         # and back
-        of_owners = [[self._n_rows(each, self._rank) * each.shape[1] for each in owned] for owned in self._owned_by]
-        to_holders = [[rows[rank] for rows in done] for rank in ranks]
+        of_owners = [self._sizes(owned, self._rank) for owned in self._owned_by]
+        to_holders = []
+        for rank in ranks:
+            to_holders.append([rows[rank] for rows in done])
         returned = self._exchange(to_holders, [sum(sizes) for sizes in of_owners], dtype, device)
         results = []
         for owned, rows, sizes in zip(self._owned_by, returned, of_owners, strict=True):
@@ -120,8 +122,13 @@ class Owners:
                 results.append((matrix, piece.view(-1, matrix.shape[1])))
         return results
 
-    def _part(self, locals_: Sequence[torch.Tensor], matrix: Matrix, rank: int) -> torch.Tensor:
-        return matrix.part_of(locals_[matrix.parameter], rank, self._degree)
+    def _parts(self, locals_: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
+        """Return this rank's rows of each matrix."""
+        return [each.part_of(locals_[each.parameter], self._rank, self._degree) for each in matrices]
+
+    def _sizes(self, matrices: Sequence[Matrix], rank: int) -> list[int]:
+        """Return how many elements of each matrix a rank holds."""
+        return [self._n_rows(each, rank) * each.shape[1] for each in matrices]
 
     def _n_rows(self, matrix: Matrix, rank: int) -> int:
         first, end = matrix.rows_of(rank, self._degree)
@@ -135,7 +142,10 @@ class Owners:
         device: torch.device,
     ) -> list[torch.Tensor]:
         """Send each rank the pieces for it; return what came from each rank, flat, of ``sizes`` elements."""
-        sent = [torch.cat([piece.reshape(-1).to(dtype) for piece in each]) if each else None for each in pieces]
+        sent: list[torch.Tensor | None] = []
+        for each in pieces:
+            flat = [piece.reshape(-1).to(dtype) for piece in each]
+            sent.append(torch.cat(flat) if flat else None)
         received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
         own = sent[self._rank]
         if own is not None:

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.outside.command_line import OneLineErrors as OneLineErrors, begin as begin, console as console
+    from smp_core.outside.command_line import (
+        OneLineErrors as OneLineErrors,
+        console as console,
+        without_commands as without_commands,
+    )
     from smp_core.outside.foreign_files import (
         lines_of_log as lines_of_log,
         number as number,

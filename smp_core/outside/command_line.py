@@ -57,3 +57,17 @@ def begin(
 ) -> None:
     """Set up logging before every command: warnings go to stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+
+
+def without_commands(name: str, about: str, kind: type[OneLineErrors] = OneLineErrors) -> typer.Typer:
+    """Return an application without commands, which prints its help where none is typed."""
+    app = typer.Typer(
+        name=name,
+        cls=kind,
+        help=about,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(begin)
+    return app

@@ -30,14 +30,14 @@ _DEPTH = 64
 _LARGEST = 1e30  # what is drawn has to stay finite when it is added up
 
 
-def read_text(path: str | os.PathLike[str], limit: int = FILE_BYTES) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a regular file; bytes that are no UTF-8 are replaced.
 
     Raises:
-        ValueError: it cannot be read, is no regular file, or is larger than ``limit`` bytes.
+        ValueError: it cannot be read, is no regular file, or is larger than ``FILE_BYTES``.
     """
-    with _open_regular(path, limit) as file:
-        return file.read(limit).decode("utf-8", errors="replace")
+    with _open_regular(path, FILE_BYTES) as file:
+        return file.read(FILE_BYTES).decode("utf-8", errors="replace")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -61,12 +61,7 @@ if TYPE_CHECKING:
         router_losses as router_losses,
         without_router_loss as without_router_loss,
     )
-    from smp_core.plan.routes import (
-        compression as compression,
-        head_groups as head_groups,
-        replicas_share_nodes as replicas_share_nodes,
-        two_stages as two_stages,
-    )
+    from smp_core.plan.routes import compression as compression, head_groups as head_groups
     from smp_core.plan.schedules import (
         Step as Step,
         blocks_kept as blocks_kept,

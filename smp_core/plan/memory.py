@@ -251,9 +251,11 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
     chosen = False
     for plan in plans:
         seen = estimate(plan, optimizer)
-        verdict = "" if memory is None else ("yes" if seen.fits else "no")
-        if memory is not None and seen.fits and not chosen:
-            verdict, chosen = "yes (auto)", True
+        verdict = ""
+        if memory is not None:
+            verdict = "yes" if seen.fits else "no"
+            if seen.fits and not chosen:
+                verdict, chosen = "yes (auto)", True
         table.add_row(
             str(plan.shard_degree),
             str(max(1, plan.shard_degree // topology.ranks_per_node)),

@@ -48,6 +48,7 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'font-family="sans-serif" font-size="12" fill="currentColor">'
     ]
+    # Nodes.
     for node, name in enumerate(topology.node_names[:_SHOWN]):
         y = margin + node * 84
         parts.append(
@@ -55,13 +56,16 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
             'stroke="#999999"/>'
         )
         parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
+    # Replicas of a shard, joined by lines.
     for ranks in layout.groups(Axis.REPLICATE):
         points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks if rank in place)
         parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
+    # Ranks, in the colours of their partition groups.
     for rank, (x, y) in place.items():
         colour = _COLOURS[layout.coordinate(rank, Axis.PIPELINE, Axis.REPLICATE) % len(_COLOURS)]
         parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
         parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
+    # The legend.
     degree = layout.size(*PARTITION)
     legend = f"shard_degree={degree}: one colour per partition group, dashed lines join replicas of a shard"
     if len(nodes) < topology.num_nodes:

@@ -20,7 +20,6 @@ from smp_core.plan.checkpointed import CheckpointedModule
 from smp_core.plan.cluster import Cluster
 from smp_core.plan.dtypes import HALF, Dtypes, Precision
 from smp_core.plan.optimizers import OptimizerStates
-from smp_core.plan.routes import two_stages
 from smp_core.plan.shapes import ParameterShape, Shapes
 from smp_core.plan.stages import Stages
 from smp_core.plan.units import PlannedUnit
@@ -150,7 +149,7 @@ class Plan:
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
-        return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
+        return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(self.shard_degree)
 
     def is_coded(self, parameter: ParameterShape) -> bool:
         """Return whether a unit's parameter is stored as codes (``frozen_storage``): a frozen matrix whose rows are no

@@ -1,4 +1,4 @@
-"""Routes of what is sent: in one stage or two, in how many groups of heads, in how many bytes."""
+"""What is sent: in how many groups of heads, in how many bytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ import torch
 
 from smp_core.codecs import CodeName
 from smp_core.codecs.codec import codec
-from smp_core.topology import Topology
-
-
-def two_stages(degree: int, topology: Topology) -> bool:
-    """Return whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
-    return degree > topology.ranks_per_node > 1
-
-
-def replicas_share_nodes(degree: int, topology: Topology) -> bool:
-    """Return whether replication groups span nodes with several of their ranks on each."""
-    return degree < topology.ranks_per_node and topology.num_nodes > 1
 
 
 def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> float:

@@ -36,6 +36,12 @@ class ParameterShape:
     trainable: bool
     split_dim: int | None = None
 
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter) -> ParameterShape:
+        """Return the shape of a parameter, a matrix of which is taken to be split by rows."""
+        rows = parameter.ndim - 2 if parameter.ndim > 1 else None
+        return cls(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, rows)
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
@@ -130,10 +136,7 @@ class Shapes:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if name != first_names[parameter]
         }
-        parameters = tuple(
-            ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad, p.ndim - 2 if p.ndim > 1 else None)
-            for name, p in model.named_parameters()
-        )
+        parameters = tuple(ParameterShape.of(name, parameter) for name, parameter in model.named_parameters())
         return cls(
             type(model).__name__,
             parameters,

@@ -89,9 +89,10 @@ class Stages:
     def buffers(self) -> dict[str, int]:
         """The stage on which each saved buffer works, and may change: its block's, or the first; of what is no module
         that runs before the blocks the last, which runs all of the code."""
-        stages = {number: chunk % self.count for chunk in range(self.n_chunks) for number in self.blocks(chunk)}
-        others = {-1: 0, None: self.count - 1}
-        return {name: stages[place] if place in stages else others[place] for name, place in self.chain.buffers}
+        stages: dict[int | None, int] = {-1: 0, None: self.count - 1}
+        for chunk in range(self.n_chunks):
+            stages |= dict.fromkeys(self.blocks(chunk), chunk % self.count)
+        return {name: stages[place] for name, place in self.chain.buffers}
 
     def units(self, stage: int, units: WrapPlan, first_name: dict[str, str]) -> WrapPlan:
         """Return what a stage shards, its parameters' units and roots, and what it replicates."""
@@ -124,6 +125,8 @@ class Stages:
 
     def describe(self) -> str:
         """Return a line for people."""
-        sizes = [" + ".join(str(self.sizes[chunk]) for chunk in self.chunks(stage)) for stage in range(self.count)]
-        parts = ", ".join(f"{size} ({count:,} parameters)" for size, count in zip(sizes, self.elements, strict=True))
-        return f"{self.count} pipeline stages, blocks: {parts}"
+        parts = []
+        for stage, count in enumerate(self.elements):
+            sizes = [str(self.sizes[chunk]) for chunk in self.chunks(stage)]
+            parts.append(f"{' + '.join(sizes)} ({count:,} parameters)")
+        return f"{self.count} pipeline stages, blocks: {', '.join(parts)}"

@@ -32,6 +32,11 @@ class Finding:
     found: str
     fix: str = ""
 
+    @classmethod
+    def unless(cls, is_fine: bool, topic: str, found: str, fix: str) -> Finding:
+        """Return a note with what to do about it, unless all is fine."""
+        return cls(topic, "ok", found) if is_fine else cls(topic, "note", found, fix)
+
 
 class Subject:
     """A subject. A method that is not overridden does nothing.

@@ -86,9 +86,12 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     blocks = _compiled_whole(model, blocks)
     left_out = _optional(model, config)
     optional = {inner for module in left_out for inner in module.modules()}
-    children = [] if entry == "forward" else [each for each in _callable_children(model) if each not in optional]
-    above_children = entry == "steps" and len(_outside(model, children)) > 0
-    roots = [model] if entry == "forward" or above_children else children
+    children: list[nn.Module] = []
+    roots = [model]
+    if entry != "forward":
+        children = [each for each in _callable_children(model) if each not in optional]
+        if entry != "steps" or not _outside(model, children):
+            roots = children
     chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
     if config.expert_parallel_degree != 1:
         chosen |= {model.get_submodule(site.name) for site in experts_of(model) if not site.problem}
@@ -163,6 +166,10 @@ def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator
         if module in wanted and module not in inside:
             inside.update(module.modules())
             yield name
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
 
 
 def _callable(module: nn.Module) -> bool:
@@ -250,16 +257,17 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
     for module in model.modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        members = [child for child in module if child is not None]  # an nn.ModuleList may have gaps
-        children = [child for child in members if any(True for _ in child.parameters())]
         kinds = defaultdict(list)
-        for child in children:
-            kinds[_class_name(child)].append(child)
+        for child in module:
+            if child is not None and any(True for _ in child.parameters()):  # an nn.ModuleList may have gaps
+                kinds[_class_name(child)].append(child)
         for alike in kinds.values():
             # A repeated leaf (two Linear in a Sequential) is not a block: units of one small layer only add latency.
-            if len(alike) > 1 and all(any(True for _ in child.children()) for child in alike):
-                found += alike
-                inside.update(descendant for child in alike for descendant in child.modules())
+            if len(alike) < 2 or any(_is_leaf(child) for child in alike):
+                continue
+            found += alike
+            for child in alike:
+                inside.update(child.modules())
     if found:
         return found, f"repeated blocks: {', '.join(sorted({_class_name(m) for m in found}))}"
     return [], "no repeated blocks found: roots only"
@@ -384,7 +392,9 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
         ValueError: none has the method.
     """
     owner, _, method = entry.rpartition(".")
-    candidates = [unit for unit in units if (unit.name == owner if owner else unit.is_root)]
+    candidates = [unit for unit in units if unit.name == owner]
+    if not owner:
+        candidates = [unit for unit in units if unit.is_root]
     found = [unit for unit in candidates if callable(getattr(model.get_submodule(unit.name), method, None))]
     if not found:
         names = ", ".join(repr(unit.name) for unit in units if unit.name)

@@ -230,22 +230,25 @@ def _table(key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]
     rows = []
     for name in ordered:
         word, sides = _compared(name, [by_name.get(name, ()) for by_name in series])
-        first, second = (side.value if isinstance(side, Cell) else None for side in sides)
-        known = first is not None and second is not None and first != 0
-        difference = f"{second / first - 1:+.1%}" if known else None  # type: ignore[operator]
-        words = FIGURES.get(name, name) if word == "median" else f"{FIGURES.get(name, name)}, {word}"
+        difference = None
+        both = [side.value for side in sides if isinstance(side, Cell)]
+        if len(both) == 2 and both[0] != 0:
+            difference = f"{both[1] / both[0] - 1:+.1%}"
+        words = FIGURES.get(name, name)
+        if word != "median":
+            words = f"{words}, {word}"
         rows.append((words, [*sides, difference]))
     return Table(key, ["median of", *_names(runs), "difference"], rows[:_MOST_ROWS])
 
 
 def _compared(name: str, sides: Sequence[Points]) -> tuple[str, list[Any]]:
     """Return which number of each run is compared, in a word, and the numbers."""
+    values = [[value for _, value in side] for side in sides]
     if name.endswith("_rank"):
-        modes = [f"{statistics.mode(value for _, value in side):.0f}" if side else None for side in sides]
-        return "most frequent", list(modes)
+        return "most frequent", [f"{statistics.mode(each):.0f}" if each else None for each in values]
     if any(_grows_with_steps(name, side) for side in sides):
-        return "last", [Cell(side[-1][1]) if side else None for side in sides]
-    return "median", [Cell(statistics.median(value for _, value in side)) if side else None for side in sides]
+        return "last", [Cell(each[-1]) if each else None for each in values]
+    return "median", [Cell(statistics.median(each)) if each else None for each in values]
 
 
 def _grows_with_steps(name: str, points: Points) -> bool:
@@ -319,8 +322,11 @@ def _memory(runs: Sequence[Run], charts: Charts) -> list[Section]:
         rows = []
         for kind in dict.fromkeys([*highest, *planned]):
             values = (highest.get(kind), planned.get(kind))
-            rows.append((kind, [None if value is None else Cell(value / _MIB) for value in values]))
-        kinds = {kind: [(step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()] for kind in highest}
+            cells = [None if value is None else Cell(value / _MIB) for value in values]
+            rows.append((kind, cells))
+        kinds: dict[str, list[tuple[int, float]]] = {}
+        for kind in highest:
+            kinds[kind] = [(step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()]
         drawn = [Markup(charts.lines(kinds, "MiB at the peak"))] if kinds else []
         note = f"Of the watched step with the highest peak, the most of any rank. Planned: {_optimizer(run)}"
         if not peaks:

@@ -29,6 +29,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     if not sharded:
         return None
+    # All parameters on one mesh, by FSDP2.
     kind, first = type(model).__name__.removeprefix("FSDP"), next(iter(sharded.values()))
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -44,6 +45,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
                 f"{kind} is sharded over several meshes ({name} is {parameter.placements} on {parameter.device_mesh}); "
                 "allowed: one for all parameters; with DistributedConfig write fsdp_size and dp_replicate_size only"
             )
+    # By rows, and on the device.
     placements = tuple(first.placements)
     if placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ValueError(

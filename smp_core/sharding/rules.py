@@ -52,8 +52,8 @@ class Sharding(Subject):
         """Look whether the device computes in bfloat16."""
         if torch.cuda.is_available():
             capable = torch.cuda.get_device_capability() >= (8, 0)
-            instead = "" if capable else "write param_dtype='float16'"
-            yield Finding("bfloat16", "ok" if capable else "note", "yes" if capable else "needs 8.0", instead)
+            found = "yes" if capable else "needs 8.0"
+            yield Finding.unless(capable, "bfloat16", found, "write param_dtype='float16'")
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return lines about the nodes, the layout, the units, and what is replicated."""

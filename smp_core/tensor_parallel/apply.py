@@ -169,12 +169,14 @@ class _Splitting:
         by_name = {split.name: split for split in self.splits}
         self._refuse_what_the_plan_misses(by_name)
         refuse_unshared_tokens([split for split in self.splits if self._splits_tokens(split.name)], self.blocks)
+        # Attention counts a rank's heads only.
         attention = self._attention = self._attention_modules()
         for module, attribute in self._divided_attributes():
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
         for module, argument in arguments_of_heads(self.model) if self.inspected is None else ():
             heads: Any = module.num_heads
             module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
+        # Each layer, by its role.
         for split in self.splits:
             if split.is_column:
                 self._column(split)
@@ -186,11 +188,13 @@ class _Splitting:
                 self._features(split)
             elif split.role == "experts":
                 self._experts(split)
+        # Modules that every rank holds whole.
         summing: list[SummingForward] = []
         for name, module in self.model.named_modules():
             role = by_name[name].role if name in by_name else None
             if role in (None, "sum", "replicate", "adapter"):
                 summing += self._summing(name, module, role, attention)
+        # Forwards around what was split: shared inputs, attention, modules that need all tokens.
         for parent, inputs in self._shared.items():
             parent.forward = SharingForward(parent.forward, inputs)
         for name in attention:

@@ -283,12 +283,11 @@ class BlockForward:
         axis, split = self.stack.axis, self.stack.tokens[self.place].split
         found = iterate_tensors(output[1:]) if isinstance(output, tuple) else ()
         others = [tensor for _, tensor in found if tensor.is_floating_point()]
-        own = [tensor for n, tensor in enumerate(others) if n in self.own]
-        self.stack.add_own((tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own)
+        own = [(tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own]
+        self.stack.add_own(own)
         if split:
-            output = with_other_outputs(
-                output, lambda other: other if any(other is each for each in own) else gradient_once(other, axis)
-            )
+            ids = {id(tensor) for tensor, _ in own}
+            output = with_other_outputs(output, lambda other: other if id(other) in ids else gradient_once(other, axis))
         return self._leave(output, split)
 
     def _enter(self, hidden: torch.Tensor, split: bool) -> torch.Tensor:

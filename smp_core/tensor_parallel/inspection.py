@@ -292,9 +292,16 @@ def _groups(block: Block) -> Iterator[Group]:
             rows[name] = sources
     groups: list[tuple[set[str], set[str]]] = []
     for row, columns in rows.items():
-        overlapping = [group for group in groups if group[0] & columns]
-        merged = (columns.union(*(group[0] for group in overlapping)), {row}.union(*(g[1] for g in overlapping)))
-        groups = [group for group in groups if group not in overlapping] + [merged]
+        # One group with those that have any of its columns.
+        merged = set(columns), {row}
+        apart = []
+        for group in groups:
+            if group[0] & columns:
+                merged[0].update(group[0])
+                merged[1].update(group[1])
+            else:
+                apart.append(group)
+        groups = [*apart, merged]
     owners = {
         parameter: name for name, module in block.inside.items() for parameter in module.parameters(recurse=False)
     }

@@ -124,7 +124,8 @@ def same_random(axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the generators inside, and restore them after."""
     on_device = device.type != "cpu"
-    with torch.random.fork_rng([device] if on_device else [], device_type=device.type if on_device else "cuda"):
+    forked = torch.random.fork_rng([device], device_type=device.type) if on_device else torch.random.fork_rng([])
+    with forked:
         torch.manual_seed(seed)
         yield
 

@@ -26,13 +26,11 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
     """Refuse forward hooks in blocks whose tokens are split: they would see this rank's. torch shows hooks in
     ``_forward_hooks`` and ``_forward_pre_hooks`` only. Transformers' own collect what :func:`refuse_whole_states`
     refuses to calls."""
-    inside = {name: module for name, module in model.named_modules() if holds(blocks, name)}
-    hooks = {
-        name: [*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for name, module in inside.items()
-    }
-    hooked = [
-        name for name, found in hooks.items() if any(getattr(hook, "__module__", "") != _COLLECTING for hook in found)
-    ]
+    hooked = []
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if holds(blocks, name) and any(getattr(hook, "__module__", "") != _COLLECTING for hook in hooks):
+            hooked.append(name)
     if hooked:
         raise ValueError(
             f"tensor_parallel_degree: {', '.join(hooked[:5])} has forward hooks, which would see 1/T of the tokens; "

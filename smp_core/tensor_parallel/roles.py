@@ -229,10 +229,10 @@ def vocabulary_of(model: nn.Module, words: Any, head: Any, degree: int, whole: C
     candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
     # Both stacks of an encoder-decoder have the embedding in a module of their own.
     every = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))]
-    named = {name: module for name, module in every if any(module.weight is each.weight for each in candidates)}
-    if any(module.weight.shape[0] % degree for module in candidates) or any(
-        f"{name}.weight" in whole for name in named
-    ):
+    weights = {module.weight for module in candidates}
+    named = {name: module for name, module in every if module.weight in weights}
+    is_uneven = any(weight.shape[0] % degree for weight in weights)
+    if is_uneven or any(f"{name}.weight" in whole for name in named):
         logger.info("tensor_parallel: whole on every rank: %s", ", ".join(named))
         return
     for name, module in named.items():

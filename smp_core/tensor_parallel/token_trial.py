@@ -176,7 +176,9 @@ class TokenTrial:
         shown: dict[nn.Module, dict[str, torch.Tensor | None]] = {} if dtype is None else self.drawn_weights(dtype)
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
         own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
-        open_sums = [each for each in self.summing if each.is_open] if dtype is not None else []
+        open_sums = []
+        if dtype is not None:
+            open_sums = [each for each in self.summing if each.is_open]
         with contextlib.ExitStack() as stack:
             for module, tensors in shown.items():
                 stack.enter_context(showing(module, tensors))
@@ -279,7 +281,7 @@ class TokenTrial:
         """Return for each tensor whether ranks have different ones. Collective over the axis."""
         if not tensors:
             return []
-        largest = max(float(each.abs().max()) if each.numel() else 0.0 for each in scaled_by)
+        largest = max(map(_largest, scaled_by))
         found = []
         for tensor in tensors:
             mean = self.axis.all_reduce(tensor.detach()) / self.axis.degree
@@ -294,7 +296,7 @@ class TokenTrial:
         if not whole.gradients:
             return True
         expected = [self._gradient(whole, n) for n in range(len(self._leaves))]
-        largest = max(float(each.abs().max()) if each.numel() else 0.0 for each in expected)
+        largest = max(map(_largest, expected))
         for number, leaf in enumerate(self._leaves):
             gradient, of = self._gradient(split, number), expected[number]
             if leaf.kind == "hidden":
@@ -336,9 +338,9 @@ class TokenTrial:
         if not torch.is_grad_enabled() or not first.requires_grad:
             return seen
         if split:
-            owned = [each for n, each in enumerate(others) if n in self._own_outputs]
+            owned = {id(each) for n, each in enumerate(others) if n in self._own_outputs}
             output = with_other_outputs(
-                output, lambda other: other if any(other is each for each in owned) else gradient_once(other, axis)
+                output, lambda other: other if id(other) in owned else gradient_once(other, axis)
             )
             first, *others = _floating(output)
         targets = [first, *(each for each in others if each.requires_grad)]
@@ -482,6 +484,11 @@ def _unknown_leaves(loss: Any, leaves: list[torch.Tensor]) -> int:
                 seen.add(further)
                 left.append(further)
     return count
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude in a tensor, 0 in an empty one."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _is_close(seen: torch.Tensor, expected: torch.Tensor, largest: float = 0.0, by_token: bool = False) -> bool:

@@ -97,7 +97,8 @@ class Activations:
                 return
             _, call, random = self._stack.pop()
             if not torch.equal(random, torch.get_rng_state()):
-                if not any(child.startswith(f"{name}." if name else "") for child in self._drew):
+                inside = f"{name}." if name else ""
+                if not any(child.startswith(inside) for child in self._drew):
                     self.draws.append(name)
                 self._drew.add(name)
             self._note("out of", name, call, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -138,7 +139,10 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
             found.note(Row("samples", words, agrees=False), Part(step + 1, "samples", "", words))
             return
     # All ranks together have to read what one process reads, step by step.
-    consumed = [Counter(h for reader in readers.values() for h in reader.samples[s]) for s in range(len(alone.samples))]
+    consumed = []
+    for step in range(len(alone.samples)):
+        by_reader = [reader.samples[step] for reader in readers.values()]
+        consumed.append(Counter(itertools.chain.from_iterable(by_reader)))
     total = sum(sum(step.values()) for step in consumed)
     if not total:
         found.rows.append(Row("samples", "no tensors in the batches", agrees=None))
@@ -189,9 +193,11 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     for name, value in alone.start.items():
         if _is_float(value):
             off[name] = norm(first.start[name].double() - value.double()) / max(norm(value), 1e-30)
-    limit = (
-        1e-12 if found.tolerance.dtype.startswith("float64") else 1e-6 if found.tolerance.dtype == "float32" else 1e-2
-    )
+    limit = 1e-2
+    if found.tolerance.dtype.startswith("float64"):
+        limit = 1e-12
+    elif found.tolerance.dtype == "float32":
+        limit = 1e-6
     worst = _worst(off)
     row = _row("weights at the start", worst, off, limit)
     many = sum(value > limit for value in off.values())
@@ -399,7 +405,8 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
         found.note(Row("replicas", words, agrees=False), Part(len(ranks[0].norms), "replicas", name, words))
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
-    names = [name for name in ranks[0].buffers if any(not _same_buffer(record, ranks[0], name) for record in ranks)]
+    first = ranks[0]
+    names = [name for name in first.buffers if not all(_same_buffer(record, first, name) for record in ranks)]
     if names:
         words = f"{len(names)} buffers differ between ranks: {_names(names)}"
         row = Row("buffers", words, agrees=False)

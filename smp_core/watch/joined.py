@@ -39,7 +39,11 @@ def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) ->
         batch = next(own, nothing)
         # A copy of the containers, which steps may change: `batch.pop("labels")`.
         last = _copy(last if batch is nothing else batch)
-        weight = 0 if batch is nothing else 1 if samples is None else samples(batch)
+        weight: float = 1
+        if batch is nothing:
+            weight = 0
+        elif samples is not None:
+            weight = samples(batch)
         if not dist.is_initialized():
             of_all, ranks = float(weight), 1
         else:

@@ -107,7 +107,9 @@ def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """Set a value at a path, making dicts for string keys and lists for integers, as DCP flattens them."""
     node = root
     for key, following in zip(path, (*path[1:], None), strict=True):
-        fresh: Any = value if following is None else ([] if isinstance(following, int) else {})
+        fresh: Any = value
+        if following is not None:
+            fresh = [] if isinstance(following, int) else {}
         if isinstance(node, list):
             node.extend([None] * (key + 1 - len(node)))
             if following is None or node[key] is None:

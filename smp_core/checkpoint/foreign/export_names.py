@@ -57,15 +57,19 @@ def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> Exp
     optimizer_keys = list(dict.fromkeys(str(paths[name][0]) for name in optimizer)) or _optimizer_like(opened)
     top = {path[0] for path in paths.values()}
     wished = metadata.get("model_key")
-    key = next((k for k in ([wished] if wished is not None else MODEL_KEYS) if k in top), None)
+    keys = MODEL_KEYS if wished is None else [wished]
+    key = next((each for each in keys if each in top), None)
     if wished is not None and key is None:
         raise CheckpointError(f"{opened.address} has no tensors under its model_key {wished!r}")
     states = set(optimizer)
-    chosen = {
-        path_text(path if key is None else path[1:]): name
-        for name, path in paths.items()
-        if name not in states and (key is None or path[0] == key)
-    }
+    chosen = {}
+    for name, path in paths.items():
+        if name in states:
+            continue
+        if key is None:
+            chosen[path_text(path)] = name
+        elif path[0] == key:
+            chosen[path_text(path[1:])] = name
     if not chosen:
         raise CheckpointError(
             f"{opened.address} holds no model tensors; its top-level keys are {sorted(map(str, top))}"

@@ -90,6 +90,7 @@ def write_safetensors_folder(
         CheckpointError: optimizer states are asked for and there are none; a damaged checkpoint.
     """
     folder.mkdir()
+    # Which tensors go into which file; the index comes first.
     files = _plan(opened, "model", names.model, options.cast, options.shard_bytes, names.ties)
     _write_index(folder, "model", files)
     if options.optimizer:
@@ -101,6 +102,7 @@ def write_safetensors_folder(
         (folder / "optimizer.json").write_text(json.dumps(tree, indent=1))
         files = files + states
     total = sum(entry.bytes for file in files for entry in file.entries)
+    # The files, side by side.
     with options.progress(total) if options.progress else contextlib.nullcontext(_ignore) as advance:
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [pool.submit(_write_file, opened, folder, file, advance) for file in files]
@@ -110,6 +112,7 @@ def write_safetensors_folder(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+    # Files that the checkpoint keeps along.
     for name, stored in opened.manifest.extra.items():
         if os.path.lexists(folder / name):
             raise CheckpointError(f"{opened.address} keeps a file {name} along, which is also made here: not exported")
@@ -148,7 +151,9 @@ def _plan(
         group = sorted(group, key=lambda pair: -pair[0].dtype.itemsize)  # keeps every entry aligned
         here = {entry.key for entry, _ in group}
         tied = {dropped: kept for dropped, kept in ties.items() if kept in here}
-        files.append(_OutputFile(file, [e for e, _ in group], [n for _, n in group], {"format": "pt", **tied}))
+        of_file = [entry for entry, _ in group]
+        sources = [name for _, name in group]
+        files.append(_OutputFile(file, of_file, sources, {"format": "pt", **tied}))
     return files
 
 

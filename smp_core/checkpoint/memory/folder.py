@@ -200,10 +200,13 @@ class NodeMemory:
     def parts(self) -> list[str]:
         """List the parts; those that are not this user's alone are named in a warning and left out."""
         names = sorted(filter(_PART.fullmatch, os.listdir(self.path)))
-        found = [name for name in names if _is_ours(self.at(name), stat.S_IFDIR)]
-        found = [name for name in found if all(_is_ours(self.at(name, each)) for each in os.listdir(self.at(name)))]
-        for name in sorted(set(names) - set(found)):
-            logger.warning("not used: %s, which is not this user's alone", self.at(name))
+        found = []
+        for name in names:
+            folder = self.at(name)
+            if _is_ours(folder, stat.S_IFDIR) and all(_is_ours(self.at(name, each)) for each in os.listdir(folder)):
+                found.append(name)
+            else:
+                logger.warning("not used: %s, which is not this user's alone", folder)
         return found
 
     def uncommit(self, part: str) -> None:

@@ -8,6 +8,7 @@ copy on the next node. Digests are compared before ranks agree; what does not fi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Mapping
@@ -68,12 +69,14 @@ class Found:
 
 def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
     """Find the newest state that is complete over all nodes and undamaged. Collective; the same on all ranks."""
+    # What each node has.
     keys = ranks.gather(folder.key)
     leads = keys.index(folder.key) == ranks.rank
     what = "states in memory were not looked at"
     _, lists = ranks.together(what, lambda: _manifests(folder) if leads else {}, lambda it: it)
     held = {(key, name): each for key, names in zip(keys, lists, strict=True) for name, each in names.items()}
     whole: set[str] = set()
+    # The newest of which every rank's part is on some node; again without parts that turn out damaged.
     while True:
         of_world = [each for each in held.values() if each.world_size == ranks.size]
         ages = sorted({(each.sequence, each.step or 0, each.id) for each in of_world}, reverse=True)
@@ -83,7 +86,8 @@ def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
             return None
         mine = {found.places[rank][1] for rank, reader in enumerate(found.readers) if reader == ranks.rank}
         whole |= {name for name in mine - whole if _is_whole(folder, name)}
-        bad = [place for places in ranks.gather([(folder.key, name) for name in mine - whole]) for place in places]
+        damaged = ranks.gather([(folder.key, name) for name in mine - whole])
+        bad = list(itertools.chain.from_iterable(damaged))
         if not bad:
             return found
         for place in bad:
@@ -164,7 +168,9 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
             if found.readers[owner] == rank:
                 opened = open_checkpoint(folder.at(found.places[owner][1]))
                 names = set(opened.manifest.files) - {TENSORS} if owner == 0 else {INDEX}
-                files |= {(digest if name == INDEX else "", name): opened.checked(name) for name in names}
+                for name in names:
+                    of_layout = digest if name == INDEX else ""
+                    files[of_layout, name] = opened.checked(name)
         return files
 
     _, parts = ranks.together(what, small, lambda it: it)
@@ -255,6 +261,7 @@ def _merged(parts: Mapping[str, bytes], where: str) -> Index:
                     place = chunks.setdefault(name, {})
                     place.setdefault(chunk.offset, dataclasses.replace(chunk, file=f"{part}/{TENSORS}"))
 
+    # Names over the same bytes: the first is the tensor, others are aliases.
     first: dict[Any, str] = {}
     index = Index({})
     for name, tensor in tensors.items():

@@ -30,7 +30,7 @@ from smp_core.plan.examples import HOW, example_of
 from smp_core.plan.routers import without_router_loss
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import WrapPlan
-from smp_core.torch_facts import is_compiled
+from smp_core.torch_facts import is_compiled, lies_in
 
 
 def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:
@@ -147,8 +147,15 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
     its embeddings next to them) or of several kinds in one list (state spaces and attention), then the others', then
     those of one kind in one list (an encoder's, where a decoder's are of the same kind)."""
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
-    of_kinds = [[name for name in kinds if kinds[name] is kind] for kind in dict.fromkeys(kinds.values())]
-    in_lists = [names for of_kind in of_kinds if len(lists := _in_lists(of_kind)) > 1 for names in lists]
+    by_kind: dict[type, list[str]] = {}
+    for name, kind in kinds.items():
+        by_kind.setdefault(kind, []).append(name)
+    of_kinds = list(by_kind.values())
+    in_lists: list[list[str]] = []
+    for names in of_kinds:
+        lists = _in_lists(names)
+        if len(lists) > 1:
+            in_lists += lists
     numbered = [name for name in kinds if name.rpartition(".")[2].isdecimal()]
     mixed = [names for names in _in_lists(numbered) if len({kinds[name] for name in names}) > 1]
     found = [*sorted([*mixed, *of_kinds], key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
@@ -169,9 +176,7 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
     if len(blocks) < 2:
         raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
     roots = [unit.name for unit in units.units if unit.is_root]
-    inside_of = {name: f"{name}." if name else "" for name in roots}
-    paths = [f"{block}." for block in blocks]
-    holding = [name for name in roots if all(path.startswith(inside_of[name]) for path in paths)]
+    holding = [root for root in roots if all(lies_in(block, root) for block in blocks)]
     if len(holding) != 1:
         raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
     (root,) = holding

@@ -123,6 +123,7 @@ class Calls:
             shown.check_copies()
             return result
 
+        # The outermost call of all meets the other ranks first, and cleans up behind itself.
         is_outermost, this_call = self._is_outermost(), object()
         if is_outermost:
             self._outermost = this_call
@@ -276,10 +277,10 @@ class _ShownUnit:
         self._left_by_a_call = self._begins_forward = False
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
-        self._parameters = [
-            _ShownParameter(names.get(id(shard), places[0][1] if places else "a parameter"), shard, places)
-            for shard, places in zip(group.parameters(), group.places(), strict=True)
-        ]
+        self._parameters = []
+        for shard, places in zip(group.parameters(), group.places(), strict=True):
+            local = places[0][1] if places else "a parameter"
+            self._parameters.append(_ShownParameter(names.get(id(shard), local), shard, places))
         group.change_gather(self._gathering)
         if unit is not None:
             unit.settle = self.settle

@@ -84,6 +84,7 @@ class ShardedUnit:
         in_order: bool = False,
     ) -> None:
         assert isinstance(module, FSDPModule)
+        # FSDP2 only adds up: sums are divided once, when they are complete.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         self._reductions, self.passes = reductions, passes
@@ -103,6 +104,7 @@ class ShardedUnit:
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
         self._has_seen_dtypes = False
+        # Full names, in FSDP2's order of parameters.
         if in_order:
             self.names = list(parameter_names)
         else:
@@ -426,4 +428,5 @@ def _wrapped(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor itself. ``to_local`` makes a view, which gives a freed storage without values its bytes
     again."""
     names, _ = tensor.__tensor_flatten__()
-    return next(inner for inner in (getattr(tensor, name) for name in names) if isinstance(inner, torch.Tensor))
+    parts = [getattr(tensor, name) for name in names]
+    return next(part for part in parts if isinstance(part, torch.Tensor))

@@ -512,7 +512,8 @@ class AccumulationWindow:
         sums of the next window."""
         if self._mesh.replicate_degree == 1 or not self._units:
             return
-        sizes = [each.flat.numel() if each.is_in_flight and each.flat is not None else 0 for each in self._units]
+        flying = [each.flat if each.is_in_flight else None for each in self._units]
+        sizes = [0 if flat is None else flat.numel() for flat in flying]
         sent = torch.tensor(sizes, device=self._mesh.device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._mesh.gradient_group)
         for each, size in zip(self._units, sent.tolist(), strict=True):

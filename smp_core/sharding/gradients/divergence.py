@@ -250,11 +250,13 @@ def _difference(issued: IssuedCollectives, told: Mapping[int, WindowRecord]) -> 
 def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
     """Return a parameter that some ranks train and others do not, in words; "" if there is none."""
     names = dict.fromkeys(name for theirs in by_rank.values() for name in theirs)
-    name = next((name for name in names if not all(name in theirs for theirs in by_rank.values())), None)
-    if name is None:
-        return ""
-    ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
-    if name.endswith(ATTACHED):
-        return _OTHER_ATTACHED.format(ranks_in_words(ranks), name.removesuffix(ATTACHED))
-    bare = name.removesuffix(HOOK)
-    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
+    for name in names:
+        ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
+        if len(ranks) == len(by_rank):
+            continue
+        if name.endswith(ATTACHED):
+            return _OTHER_ATTACHED.format(ranks_in_words(ranks), name.removesuffix(ATTACHED))
+        bare = name.removesuffix(HOOK)
+        what = "requires_grad=True" if bare == name else "a hook"
+        return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, what)
+    return ""

@@ -85,11 +85,6 @@ def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: I
     model.to(device)
 
 
-def has_meta_tensors(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of `model` still is on the meta device."""
-    return any(is_meta(tensor) for _, tensor in _named_tensors(model))
-
-
 @dataclass(eq=False)
 class _Attempt:
     """The full-size tensors lent to the initialisers of one module."""
@@ -271,11 +266,11 @@ class _Materialization:
         return _LentEntries(real, lend, assign)
 
     def _check_complete(self) -> None:
-        problems = [
-            f"{'parameter' if slot.is_parameter else 'buffer'} {slot.fqn!r} of {type(slot.owner).__name__}"
-            for slot in self.slots.values()
-            if slot.delayed and slot.level < 0
-        ]
+        problems = []
+        for slot in self.slots.values():
+            if slot.delayed and slot.level < 0:
+                kind = "parameter" if slot.is_parameter else "buffer"
+                problems.append(f"{kind} {slot.fqn!r} of {type(slot.owner).__name__}")
         problems += [f"tensor attribute {name!r}" for name in _meta_attributes(self.model)]
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -317,11 +312,6 @@ def _accepts(function: object, *args: object) -> bool:
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for entries in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in entries.items() if tensor is not None)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _meta_attributes(model: nn.Module) -> Iterator[str]:

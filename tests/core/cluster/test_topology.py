@@ -151,7 +151,6 @@ def test_questions_about_ranks() -> None:
     topology = Topology.uniform(8, 4)
     assert (topology.num_nodes, topology.ranks_per_node, topology.world_size) == (2, 4, 8)
     assert [topology.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [topology.local_rank_of(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert (topology.same_node(1, 3), topology.same_node(3, 4)) == (True, False)
     assert (topology.spans_nodes([4, 7]), topology.spans_nodes(range(2, 5))) == (False, True)
     with pytest.raises(ValueError, match="rank=8 is not in the world of 8 ranks"):

@@ -20,7 +20,6 @@ from smp_core.cluster.layout import DEGREES
 from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
 from smp_core.plan.checkpointed import plan_checkpointing
-from smp_core.plan.routes import two_stages
 from smp_core.plan.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family
@@ -206,7 +205,7 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
         yield "reshard_after_forward does not divide the shard degree"
     if config.collectives.hierarchical is True and not (
-        two_stages(degree, topology) or (degree < k and case.world > k)
+        topology.has_two_stages(degree) or (degree < k and case.world > k)
     ):
         yield "collectives.hierarchical=True where there is one stage only"
     how = config.collectives
