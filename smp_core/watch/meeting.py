@@ -27,9 +27,6 @@ class Meetings:
     Attributes:
         forwards: calls into models begun that need all of ``peers`` (:func:`smp_core.watch.rank_watch.count_call`).
         peers: the ranks that make forward passes together with this one.
-        windows: windows of gradients begun to be closed, which needs all of ``closing``
-            (:func:`smp_core.watch.rank_watch.count_window`).
-        closing: the ranks that close windows together with this one.
         limit: seconds that a rank waits for others that live and do not come; None: forever.
         rank_0_ended: whether the process that keeps the board has ended, or is about to.
     """
@@ -38,14 +35,18 @@ class Meetings:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
-        self.windows = 0
-        self.closing: Sequence[int] = ()
+        self._windows_before = here.windows
         self.limit: float | None = None
         self.rank_0_ended = False
         self._board = board
         self._held: dict[tuple[int, ...], int] = {}
         self._over = False
         self.add_group(range(world_size))
+
+    @property
+    def windows(self) -> int:
+        """Windows of gradients that this rank has begun to close, which it cannot end without the others."""
+        return here.windows - self._windows_before
 
     def add_group(self, ranks: Sequence[int]) -> None:
         """Add a group of ranks, this one among them, that will make calls together: the others learn where this one
@@ -130,7 +131,7 @@ class Meetings:
             ours, theirs = self._board.signs_of([self.rank, neighbour])
             if neighbour in self.peers and theirs["forwards"] > self.forwards:
                 self._settle(key, _apart(self.rank, place, neighbour, "the model's next forward pass"))
-            elif neighbour in self.closing and theirs["windows"] > self.windows:
+            elif theirs["windows"] > self.windows:
                 self._settle(key, _apart(self.rank, place, neighbour, "the end of a backward pass"))
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]

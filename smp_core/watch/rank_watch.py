@@ -352,13 +352,8 @@ class RankWatch:
     def _beat(self, *, waits: bool = True) -> None:
         """Give a sign of life. The thread does not wait until it is on the boards: beside a keeper that gets a turn now
         and then, this rank would look at those moments only."""
-        state: dict[str, Any] = {
-            "beats": self._beats,
-            "step": self.step,
-            "forwards": self.meetings.forwards,
-            "windows": self.meetings.windows,
-            "between": self.between_runs,
-        }
+        state: dict[str, Any] = {"beats": self._beats, "step": self.step, "between": self.between_runs}
+        state |= {"forwards": self.meetings.forwards, "windows": self.meetings.windows}
         if self._failure is not None:
             state["failed"] = self._failure
         if self._left:
@@ -520,18 +515,6 @@ def count_call() -> None:
     """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
     if _watch is not None:
         _watch.meetings.forwards += 1
-
-
-def expect_windows(closing: Sequence[int]) -> None:
-    """Take note of the ranks that close windows of gradients together with this one."""
-    if _watch is not None:
-        _watch.meetings.closing = closing
-
-
-def count_window() -> None:
-    """Count a window that this rank begins to close, which it cannot end without the others."""
-    if _watch is not None:
-        _watch.meetings.windows += 1
 
 
 def _is_current() -> bool:

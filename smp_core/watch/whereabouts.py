@@ -73,6 +73,7 @@ class Whereabouts:
         events: how often something was begun or ended that is noted.
         waited: seconds in all that the host waited.
         doing: says what this rank waits for; None: for nothing.
+        windows: of gradients, begun to be closed.
         window_began: when the first pass of the present window did; None: it has not.
         compared: the last windows that devices compared, by their number, which is the same on all ranks.
     """
@@ -84,6 +85,7 @@ class Whereabouts:
         self.peers: tuple[int, ...] = ()
         self.micro_batch = 1
         self.events = 0
+        self.windows = 0
         self.waited = 0.0
         self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)

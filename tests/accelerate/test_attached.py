@@ -11,7 +11,7 @@ import torch.distributed as dist
 from smp_core.sharding.gradients import RanksDiverged
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model, whole_weights
-from tests.core.sharding.test_attached import WIDTH, attach, net
+from tests.core.sharding.attached_nets import WIDTH, attach, net
 from tests.harness import RanksFailed, run_ranks
 
 # Sums of float64 gradients in another order.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.accelerate.test_peft_trl import adapted as split_adapted, split_adapter
+from tests.accelerate.lora import adapted as split_adapted, split_adapter
 from tests.accelerate.trainers import Run, make_dataset, make_model, make_trainer, whole_weights
 from tests.core.sharding.frozen_runs import codes_of, with_decoded_base
 from tests.harness import run_ranks

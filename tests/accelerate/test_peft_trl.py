@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from accelerate_smp.trainer import SmpTrainer, SmpTrainerMixin
+from tests.accelerate.lora import adapted, split_adapter
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import Recorder, Run, make_dataset, make_model, whole_weights
 from tests.harness import RanksFailed, run_ranks
 
 pytest.importorskip("peft")
-
-
-def adapted(seed: int = 0) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    base = make_model(0)
-    torch.manual_seed(seed)
-    return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def common(folder: str, ranks: int) -> dict[str, Any]:
@@ -128,20 +119,6 @@ def test_trls_sft_trainer_through_the_mixin(tmp_path: Path) -> None:
         assert len(seen.losses) == len(expected.losses) == 6
         for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
-
-
-def split_adapter(knobs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """A bare loop's step on rows with other numbers of targets; loss over all ranks and the adapter's gradients."""
-    accelerator = fresh_accelerator(**knobs)
-    model = accelerator.prepare(adapted())
-    ranks, degree = accelerator.num_processes, accelerator.context_degree
-    data = accelerator.prepare(DataLoader(make_dataset(8), batch_size=8 * degree // ranks))
-    for batch in data:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-    accelerator.parallel.window.close()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    return accelerator.reduce(loss.detach(), "mean").item(), gradients
 
 
 @pytest.mark.slow

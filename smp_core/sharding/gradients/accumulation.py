@@ -60,7 +60,7 @@ from smp_core.sharding.gradients.replicated import ReplicatedGradients
 from smp_core.sharding.gradients.unit_window import UnitWindow
 from smp_core.sharding.optimizer.shards import WorldSharding
 from smp_core.torch_facts import clean_name, is_absent, model_parameter
-from smp_core.watch import count_window, expect_windows, here, meet
+from smp_core.watch import here, meet
 
 logger = logging.getLogger("smp")
 
@@ -143,8 +143,6 @@ class AccumulationWindow:
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
-        if mesh.model_degree > 1:
-            expect_windows(dist.get_process_group_ranks(mesh.model_group))
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer.shards`;
@@ -290,7 +288,7 @@ class AccumulationWindow:
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
                 "parallel.prepare_optimizer(optimizer) before the first backward pass"
             )
-        count_window()
+        here.windows += 1
         # Phase 1: what is held is reduced and sent, in the order of units on all ranks.
         self._reduce_held()
         for each in self._units:

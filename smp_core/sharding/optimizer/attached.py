@@ -79,6 +79,8 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
 def _order_as_on_rank_0(model: nn.Module) -> None:
     """Bring modules and parameters into the order that rank 0 has them in. Collective over the world.
 
+    It is the order of ``_modules`` and ``_parameters``, in which nothing public moves an entry.
+
     Raises:
         ValueError: modules of an ``nn.Sequential`` are in another order, which would compute something else. On all
             ranks.
