@@ -102,7 +102,7 @@ def parallelize(
             rehearse(model, plan.stages)
         return plan
 
-    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
+    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words)
     # Mesh, and do.
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)

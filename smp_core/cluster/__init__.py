@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.cluster.agreement import agreed as agreed, of_all_ranks as of_all_ranks, of_rank_0 as of_rank_0
+    from smp_core.cluster.agreement import (
+        agreed as agreed,
+        lists_of_all_ranks as lists_of_all_ranks,
+        of_all_ranks as of_all_ranks,
+        of_rank_0 as of_rank_0,
+    )
     from smp_core.cluster.launch import LaunchEnvironment as LaunchEnvironment, launch_environment as launch_environment
     from smp_core.cluster.layout import (
         DATA as DATA,

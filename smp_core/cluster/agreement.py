@@ -33,6 +33,17 @@ def of_all_ranks(own: T) -> list[T]:
     return everyone
 
 
+def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
+    """Gather a list of every rank, in rank order; None where all ranks have the same one, which is found out by
+    digests. Collective over the world.
+
+    Args:
+        own: values whose ``repr`` is equal for equal ones.
+    """
+    digests = of_all_ranks(xxhash.xxh3_64_hexdigest(repr(list(own)).encode()))
+    return None if len(set(digests)) == 1 else of_all_ranks(list(own))
+
+
 def of_rank_0(decide: Callable[[], T]) -> T:
     """Let rank 0 decide, and tell all ranks what it came to, or why it refuses. Collective over the world.
 
@@ -70,7 +81,7 @@ def agreed(
         asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
         decide: no collective in it. What it refuses on one rank is an error on all of them.
         model: a word for the model that was decided about, equal for equal models.
-        parts: its parameters in words, in its order; the first that differs is named where models do.
+        parts: its parameters and buffers in words, in its order; the first that differs is named where models do.
 
     Raises:
         ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
@@ -93,6 +104,8 @@ def agreed(
         differences = _differences([said for said, _ in everyone], ["the model"])
         if differences and decided is not None:  # on all ranks: none refuses
             differences += _first_difference(of_all_ranks(list(parts(decided))))
+        if differences:
+            raise ValueError(f"{'; '.join(differences)}; build the model in the same way on all ranks")
     if differences:
         raise ValueError(f"{'; '.join(differences)}; start every rank with the same configuration")
     if refusal is not None:
@@ -114,11 +127,11 @@ def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[st
 
 
 def _first_difference(everyone: list[list[str]]) -> list[str]:
-    """Name the first parameter that is not the same on all ranks, [] where all are."""
+    """Name the first parameter or buffer that is not the same on all ranks, [] where all are."""
     for number in range(max(map(len, everyone))):
         here = [own[number] if number < len(own) else "none" for own in everyone]
         if any(part != here[0] for part in here):
-            return [f"the first parameter that differs is number {number} ({by_rank(here)})"]
+            return [f"the first parameter or buffer that differs is number {number} ({by_rank(here)})"]
     return []
 
 

@@ -170,11 +170,16 @@ class SmpMesh:
         return self._expert_ranks[degree, in_stages]
 
     def holders(self) -> list[DeviceMesh]:
-        """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no
-        collective is called on it. Collective over the world."""
+        """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs.
+
+        No groups are made for them: where this rank is not in a mesh, its own partition group stands in, and torch
+        calls no collective there."""
         partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, Axis.PIPELINE)]
-        names = (Axis.SHARD.value,)
-        return [DeviceMesh(self.device.type, torch.tensor(ranks), mesh_dim_names=names) for ranks in partitions]
+        own, names = [self.shard_group], (Axis.SHARD.value,)
+        return [
+            DeviceMesh.from_group(own, self.device.type, torch.tensor(ranks), mesh_dim_names=names)
+            for ranks in partitions
+        ]
 
     def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's

@@ -40,6 +40,8 @@ _GENERATORS = (
     ),
 )
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+# Transformers' word for its hooks that collect outputs, which stay behind a run as well: they would be added twice.
+_HOOKED = "_output_capturing_hooks_installed"
 
 
 @dataclass(eq=False)
@@ -127,7 +129,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes that a forward may count or cache in."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != _HOOKED}
 
 
 def _accelerators() -> list[int]:

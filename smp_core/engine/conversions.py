@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
@@ -43,9 +44,9 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.expert_parallel import DealtExperts, balance_routers, deal_experts
+from smp_core.expert_parallel import balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
-from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.pipeline import Beside, Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, units_with
 from smp_core.sharding import (
     ReplacedParameters,
@@ -139,8 +140,7 @@ def parallelize_model(
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    experts = None if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
-    meshes = {} if experts is None else experts.meshes
+    meshes = {} if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
     gather_of = None if fp8 is None else fp8.gather_of
     units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, gather_of, meshes)
     apply_fsdp_options(model, knobs, mesh.device)
@@ -159,7 +159,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units, casts.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers.stages, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
@@ -214,17 +214,20 @@ def _join_stages(
     plan: Plan,
     meter: CommMeter,
     tensor: SplitModel | None,
+    beside: Beside | None,
     units: Sequence[ShardedUnit],
     played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
-    """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
+    """Make this rank's stage a part of a pipeline, with what travels beside activations; return what adds up gradients
+    of parameters on two stages."""
     if plan.stages is None:
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
-    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced, try_call)
+    done = (window, passed, replaced, try_call, beside)
+    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))
@@ -293,8 +296,8 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
-def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
-    """Give each rank its experts, of rank 0's."""
+def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
+    """Give each rank its experts, of rank 0's; return what each unit of experts is sharded over."""
     for site in plan.shapes.experts:
         broadcast_from_rank_0(model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group)
     return deal_experts(model, mesh, plan, meter)

@@ -45,8 +45,6 @@ class Dispatch(Protocol):
             run: this rank's experts.
         """
 
-    def describe(self) -> str: ...
-
 
 class FlatDispatch:
     """Each row by itself. ``group``: the ranks that divide experts, on a communicator of its own."""
@@ -74,9 +72,6 @@ class FlatDispatch:
         back_RH = self._all.combine(made_RH, arriving, leaving)
         in_place = back_RH[order_R.argsort()].view(*chosen_TK.shape, -1)
         return (in_place * weights_TK.unsqueeze(-1)).sum(1)
-
-    def describe(self) -> str:
-        return "tokens in one hop"
 
 
 class TwoHopDispatch:
@@ -135,9 +130,6 @@ class TwoHopDispatch:
         parts_MH = torch.zeros_like(rows_MH).index_add(0, row_R, weighted_RH)
         home_MH = self._across.combine(parts_MH, coming, leaving)
         return torch.zeros_like(tokens_TH).index_add(0, token_M, home_MH)
-
-    def describe(self) -> str:
-        return "tokens in two hops"
 
 
 def _count(chosen_R: torch.Tensor, n_experts: int) -> torch.Tensor:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,35 +25,18 @@ from smp_core.activations import SENDS
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
-from smp_core.plan import ExpertShape, Plan, adapters_of
-
-
-@dataclass(frozen=True)
-class DealtExperts:
-    """The experts of a model, dealt to ranks.
-
-    Attributes:
-        sites: the layers' experts.
-        dispatch: moves their tokens.
-        rest: the ranks of the partition group that hold parts of the same experts.
-    """
-
-    sites: tuple[ExpertShape, ...]
-    dispatch: Dispatch
-    rest: DeviceMesh
-
-    @property
-    def meshes(self) -> Mapping[str, DeviceMesh]:
-        """The mesh that each unit of experts is sharded over, by the unit's name."""
-        return {site.name: self.rest for site in self.sites}
+from smp_core.plan import Plan, adapters_of
 
 
 @torch.no_grad()
-def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> DealtExperts:
+def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
     """Leave each rank its experts, in place, before anything is sharded. Collective over the world.
 
     Args:
         model: its experts hold the same values on all ranks, or are on meta.
+
+    Returns:
+        the ranks that hold parts of the same experts, by the name of each unit of experts, which is sharded over them.
     """
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
@@ -76,7 +58,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         inner = vars(module).get("forward") or own_forward
         setattr(module, SENDS, True)
         module.forward = _dispatching(module, inner, inspect.signature(own_forward), dispatch, site.experts, adapters)
-    return DealtExperts(plan.shapes.experts, dispatch, ranks.mesh["rest"])
+    return {site.name: ranks.mesh["rest"] for site in plan.shapes.experts}
 
 
 def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:

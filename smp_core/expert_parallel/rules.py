@@ -13,17 +13,6 @@ from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for
 KNOB = "expert_parallel_degree"
 
 
-def _losses_over_stages(draft: ModelDraft) -> str | None:
-    stages = draft.knobs.pipeline_parallel_degree
-    return f"pipeline_parallel_degree={stages}" if stages > 1 and draft.knobs.router_balance != "rank" else None
-
-
-_STAGES: Clash[ModelDraft] = Clash(
-    "pipeline parallelism",
-    "auxiliary losses of all ranks' tokens (`router_balance='global'`)",
-    _losses_over_stages,
-    "write pipeline_parallel_degree=1, or leave router_balance out",
-)
 _CAME_SHARDED: Clash[ModelDraft] = Clash(
     "sharding",
     "models that came sharded",
@@ -67,18 +56,16 @@ class ExpertParallelism(Subject):
         allowed = _allowed(draft)
         inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
         problem = _problem(draft)
+        most = "the most that divide the experts, the partition group and the node"
         if asked == "auto":
-            apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
-            reasons = [*apart, *([problem] if problem else _uneven(draft, inside))]
-            degree = 1 if reasons else inside
-            why = reasons[0] if reasons else "the most that divide the experts, the partition group and the node"
-            draft.settle(KNOB, degree, why)
+            against = _apart(self, draft) or problem or _uneven(draft, inside)
+            draft.settle(KNOB, 1 if against else inside, against or most)
             return
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
             raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
         if asked == "node":
-            draft.settle(KNOB, inside, "the most that divide the experts, the partition group and the node")
+            draft.settle(KNOB, inside, most)
         elif asked not in allowed:
             counts = sorted({site.experts for site in draft.shapes.experts})
             raise ValueError(
@@ -88,7 +75,7 @@ class ExpertParallelism(Subject):
         degree = inside if asked == "node" else asked
         uneven = _uneven(draft, degree)
         if uneven:
-            raise ValueError(f"{KNOB}={degree}: {uneven[0]}; write another degree or shard_degree, or {KNOB}=1")
+            raise ValueError(f"{KNOB}={degree}: {uneven}; write another degree or shard_degree, or {KNOB}=1")
         if draft.groups.topology.ranks_per_node % degree:
             draft.warnings.append(
                 f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
@@ -115,7 +102,7 @@ class RouterBalance(Subject):
     page = "mixture-of-experts.md"
     knobs = ("router_balance", "router_bias_update_rate")
     part = "routers"
-    apart = (_STAGES, _CAME_SHARDED)
+    apart = (_CAME_SHARDED,)
 
     def settle(self, draft: ModelDraft) -> None:
         """Resolve whose tokens an auxiliary loss is of.
@@ -127,9 +114,8 @@ class RouterBalance(Subject):
         if asked == "global":
             self.require_together(draft, f"router_balance={asked!r}")
         elif asked == "auto":
-            apart = [what for clash in self.apart if (what := clash.found(draft)) is not None]
-            whose, why = ("rank", apart[0]) if apart else ("global", "as in one process")
-            draft.settle("router_balance", whose, why)
+            against = _apart(self, draft)
+            draft.settle("router_balance", "rank" if against else "global", against or "as in one process")
         if rate is not None:
             self.require_together(draft, f"router_bias_update_rate={rate}")
 
@@ -142,19 +128,23 @@ def _allowed(draft: ModelDraft) -> list[int]:
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
-def _uneven(draft: ModelDraft, degree: int) -> list[str]:
+def _apart(subject: Subject, draft: ModelDraft) -> str:
+    """Return the first of what was asked for that a subject does not go together with; "" if there is nothing."""
+    found = (clash.found(draft) for clash in subject.apart)
+    return next(filter(None, found), "")
+
+
+def _uneven(draft: ModelDraft, degree: int) -> str:
     """Return the first parameter that cannot be cut into equal parts by the ranks that hold the same experts, in words;
-    nothing if there is none."""
+    "" if there is none."""
     rest, shapes = draft.layout.size(*PARTITION) // degree, draft.shapes
     sites = {site.name for site in shapes.experts}
     for parameter in shapes.parameters:
         if parameter.name.rpartition(".")[0] in sites:
             first, *others = parameter.shape
             if all(size % rest for size in (first // degree, *others)):
-                return [
-                    f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"
-                ]
-    return []
+                return f"{rest} ranks of shard_degree hold the same experts and divide no dimension of {parameter.name}"
+    return ""
 
 
 def _problem(draft: ModelDraft) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smp_core.pipeline.stage import leave_out_other_stages as leave_out_other_stages
     from smp_core.pipeline.stand_ins import Played as Played, played_of as played_of
     from smp_core.pipeline.states import states_of_all_stages as states_of_all_stages
-    from smp_core.pipeline.step import Pipeline as Pipeline, Within as Within
+    from smp_core.pipeline.step import Beside as Beside, Pipeline as Pipeline, Within as Within
     from smp_core.pipeline.tied import TiedGradients as TiedGradients
     from smp_core.pipeline.times import (
         Computation as Computation,

@@ -33,6 +33,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _MOST_DIMS = 8
 
 
+Activations = tuple[torch.Tensor, ...]
+"""What a chunk hands on: the tensor that goes through the blocks, and what travels beside it."""
+
+Gradients = tuple[torch.Tensor | None, ...]
+"""Of activations, in their order; None for those that want none."""
+
+
 @dataclass(frozen=True)
 class Format:
     """The form of an activation."""
@@ -65,24 +72,22 @@ class Format:
 
 
 class Pending:
-    """A message that is awaited.
+    """Messages that are awaited.
 
     Args:
-        tensor: filled when ``works`` are over; None: there is no message.
+        tensors: filled when ``works`` are over.
         waiting: a context around waiting.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor | None, works: list[Any], waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._tensor, self._works, self._waiting = tensor, works, waiting
+    def __init__(self, tensors: Any, works: list[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._tensors, self._works, self._waiting = tensors, works, waiting
 
-    def wait(self) -> torch.Tensor | None:
+    def wait(self) -> Any:
         """Return what arrived."""
         with self._waiting(), here.waiting("a message of another pipeline stage"):
             for work in self._works:
                 work.wait()
-        return self._tensor
+        return self._tensors
 
 
 class Messages:
@@ -91,14 +96,15 @@ class Messages:
 
     Args:
         goes_around: whether the last stage sends to the first.
+        parts: how many tensors a chunk hands on.
     """
 
-    def __init__(self, mesh: SmpMesh, meter: CommMeter, goes_around: bool) -> None:
-        self._groups, self._device, self._meter = mesh.column, mesh.device, meter
+    def __init__(self, mesh: SmpMesh, meter: CommMeter, goes_around: bool, parts: int = 1) -> None:
+        self._groups, self._device, self._meter, self._parts = mesh.column, mesh.device, meter, parts
         self._column = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
-        self._incoming: dict[tuple[Hashable, int], Format] = {}
-        self._outgoing: dict[tuple[Hashable, int], Format] = {}
+        self._incoming: dict[tuple[Hashable, int], list[Format]] = {}
+        self._outgoing: dict[tuple[Hashable, int], list[Format]] = {}
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._key: Hashable = None
         self._call: Hashable = None
@@ -170,63 +176,69 @@ class Messages:
         number, (is_refusal, text) = next((place, each) for place, each in enumerate(told) if each is not None)
         raise (ValueError if is_refusal else RuntimeError)(f"pipeline stage {number}: {text}")
 
-    def require_format(self, activation: torch.Tensor) -> None:
-        """Refuse an activation that cannot be sent.
+    def require_format(self, given: Activations) -> None:
+        """Refuse activations that cannot be sent.
 
         Raises:
-            ValueError: its dtype or its number of dims.
+            ValueError: a dtype or a number of dims.
         """
-        Format.of(activation).encoded(self._device)
+        self._header([Format.of(activation) for activation in given])
+
+    def _header(self, formats: list[Format]) -> torch.Tensor:
+        return torch.stack([format_.encoded(self._device) for format_ in formats])
+
+    def _no_header(self) -> torch.Tensor:
+        return torch.zeros(self._parts, 3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
 
     def send_failure(self, stage: int) -> None:
         """Say that there will be no activation of this kind."""
-        header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
-        header[0] = _FAILED
+        header = self._no_header()
+        header[0, 0] = _FAILED
         self._send(header, stage, self._groups.forward)
 
-    def send_activation(self, chunk: int, activation: torch.Tensor, stage: int) -> None:
-        """Send what a chunk gave; the first of its kind after its format.
+    def send_activations(self, chunk: int, given: Activations, stage: int) -> None:
+        """Send what a chunk gave; the first of its kind after its formats.
 
         Raises:
-            ValueError: an activation of another format than the one before.
+            ValueError: activations of other formats than the ones before.
         """
-        format_, known = Format.of(activation), self._outgoing.get((self._key, chunk))
+        formats, known = [Format.of(activation) for activation in given], self._outgoing.get((self._key, chunk))
         if known is None:
-            self._outgoing[self._key, chunk] = format_
-            self._send(format_.encoded(self._device), stage, self._groups.forward)
-        elif known != format_:
+            self._outgoing[self._key, chunk] = formats
+            self._send(self._header(formats), stage, self._groups.forward)
+        elif known != formats:
             raise ValueError(
                 f"micro-batches of equal shapes gave activations of different ones between pipeline stages: {known}, "
-                f"then {format_}; a training_step that cuts its batch by what is in it is not built yet"
+                f"then {formats}; a training_step that cuts its batch by what is in it is not built yet"
             )
-        self._send(activation.detach().contiguous(), stage, self._groups.forward)
+        for activation in given:
+            self._send(activation.detach().contiguous(), stage, self._groups.forward)
 
-    def receive_activation(self, chunk: int, stage: int) -> Pending | None:
+    def receive_activations(self, chunk: int, stage: int) -> Pending | None:
         """Await what a chunk of another stage gave; None: its forward has failed."""
         if (self._key, chunk) not in self._incoming:
-            header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
-            self._receive(header, stage, self._groups.forward).wait()
-            format_ = Format.decoded(header)
-            if format_ is None:
+            header = self._no_header()
+            self._receive((header,), stage, self._groups.forward).wait()
+            formats = [Format.decoded(row) for row in header]
+            if formats[0] is None:
                 return None
-            self._incoming[self._key, chunk] = format_
+            self._incoming[self._key, chunk] = [format_ for format_ in formats if format_ is not None]
         expected = self._incoming[self._key, chunk]
-        arriving = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
+        arriving = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in expected)
         pending = self._receive(arriving, stage, self._groups.forward)
-        arriving.requires_grad_(expected.requires_grad)
+        for tensor, each in zip(arriving, expected, strict=True):
+            tensor.requires_grad_(each.requires_grad)
         return pending
 
-    def send_gradient(self, gradient: torch.Tensor | None, stage: int) -> None:
-        """Send the gradient of an activation; None: it wants none, and nobody waits for it."""
-        if gradient is not None:
-            self._send(gradient.contiguous(), stage, self._groups.backward)
+    def send_gradients(self, gradients: Gradients, stage: int) -> None:
+        """Send the gradients of activations; nobody waits for those that are None."""
+        for gradient in gradients:
+            if gradient is not None:
+                self._send(gradient.contiguous(), stage, self._groups.backward)
 
-    def receive_gradient(self, of: torch.Tensor, stage: int) -> Pending:
-        """Await the gradient of an activation that was sent, if it wants one."""
-        if not of.requires_grad:
-            return Pending(None, [], nullcontext)
-        arriving = torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False)
-        return self._receive(arriving, stage, self._groups.backward)
+    def receive_gradients(self, of: Activations, stage: int) -> Pending:
+        """Await the gradients of activations that were sent and want one."""
+        return self._receive(tuple(map(_space_for_gradient, of)), stage, self._groups.backward)
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
@@ -245,14 +257,22 @@ class Messages:
         with here.waiting("another pipeline stage to take a message"):
             self._sent.popleft()[0].wait()
 
-    def _receive(self, tensor: torch.Tensor, stage: int, group: dist.ProcessGroup) -> Pending:
+    def _receive(self, tensors: Gradients, stage: int, group: dist.ProcessGroup) -> Pending:
         def waiting() -> AbstractContextManager[None]:
             return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
 
-        pending = Pending(tensor, [dist.irecv(tensor, self._column[stage], group, self._tag)], waiting)
+        peer = self._column[stage]
+        works = [dist.irecv(tensor, peer, group, self._tag) for tensor in tensors if tensor is not None]
+        pending = Pending(tensors, works, waiting if works else nullcontext)
         if self._is_first_call:
             self._posted.append(pending)
         return pending
+
+
+def _space_for_gradient(of: torch.Tensor) -> torch.Tensor | None:
+    if not of.requires_grad:
+        return None
+    return torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False)
 
 
 def in_words(problem: Exception) -> str:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.pipeline.messages import Format
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
-from smp_core.plan import Example, Stages, example_of
+from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import buffers_restored, is_played, refusal_of, running_the_example, with_fake_values
 from smp_core.torch_facts import caches_in
 from smp_core.watch import innermost_user_line
@@ -44,7 +44,7 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
     refusal = refusal_of(model)
     module = model.get_submodule(stages.chain.module)
     devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
-    with with_fake_values(model, refusal), buffers_restored(model), torch.no_grad():
+    with with_fake_values(model, refusal), buffers_restored(model), without_router_loss(model), torch.no_grad():
         with torch.random.fork_rng(devices), _Undropped(), _seeded(model, stages):
             example = example_of(model, module, refusal)
             whole = _run(module, example, refusal)

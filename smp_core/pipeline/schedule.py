@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from smp_core.pipeline.messages import Messages, Pending
+from smp_core.pipeline.messages import Activations, Gradients, Messages, Pending
 from smp_core.pipeline.times import StageTimes
 from smp_core.plan import Step
 
-Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
-"""(chunk, micro-batch, activation of the chunk before) -> this chunk's; of the last chunk the loss."""
+Forward = Callable[[int, int, Activations | None], Activations]
+"""(chunk, micro-batch, activations of the chunk before) -> this chunk's; of the last chunk the loss."""
 
 Around = Callable[[Step], AbstractContextManager[None]]
 """A computation -> what it runs in."""
@@ -33,9 +33,9 @@ def run(
         Exception: what ``forward`` raised; in the first forward of a new kind on all stages.
     """
     arriving: dict[tuple[bool, int, int], Pending | None] = {}  # by what gave it
-    taken: dict[tuple[int, int], torch.Tensor | None] = {}
-    given: dict[tuple[int, int], torch.Tensor] = {}
-    gradients: dict[tuple[int, int], torch.Tensor | None] = {}
+    taken: dict[tuple[int, int], Activations | None] = {}
+    given: dict[tuple[int, int], Activations] = {}
+    gradients: dict[tuple[int, int], Gradients] = {}
     sending = {step.chunk for step in steps if step.act == "send" and step.is_forward}
     problem: Exception | None = None
     has_failed = False
@@ -46,19 +46,19 @@ def run(
             if step.is_forward and has_failed:
                 continue  # nothing else will come
             if step.is_forward:
-                arriving[(True, *place)] = messages.receive_activation(step.chunk, step.peer)
+                arriving[(True, *place)] = messages.receive_activations(step.chunk, step.peer)
             else:
-                # No name of its own for the activation here: it would keep a graph beyond its backward pass.
-                arriving[(False, *place)] = messages.receive_gradient(
+                # No name of its own for the activations here: it would keep a graph beyond its backward pass.
+                arriving[(False, *place)] = messages.receive_gradients(
                     given[step.chunk - 1, step.micro_batch], step.peer
                 )
         elif step.act == "send":
             if step.is_forward and place not in given:
                 messages.send_failure(step.peer)
             elif step.is_forward:
-                messages.send_activation(step.chunk, given[place], step.peer)
+                messages.send_activations(step.chunk, given[place], step.peer)
             else:
-                messages.send_gradient(gradients.pop(place), step.peer)
+                messages.send_gradients(gradients.pop(place), step.peer)
         elif step.is_forward:
             source = (True, step.chunk - 1, step.micro_batch)
             has_failed = source in arriving and arriving[source] is None  # on another stage
@@ -77,28 +77,33 @@ def run(
                 given.pop(place, None)
         else:
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
-            gradient = None if arrived is None else arrived.wait()
+            wanted = None if arrived is None else arrived.wait()
             with times.computing("backward", *place), around(step):
-                gradients[place] = backward(taken.pop(place), given.pop(place), gradient)
+                gradients[place] = backward(taken.pop(place) or (), given.pop(place), wanted)
         if is_first and (step.act == "send" or step.chunk not in sending):
             messages.agree(step.chunk, problem)
     messages.finish()
 
 
-def backward(taken: torch.Tensor | None, given: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def backward(taken: Activations, given: Activations, gradients: Gradients | None) -> Gradients:
     """Take one micro-batch backward through a chunk, if anything in it or before it is trained.
 
     Args:
-        taken: the activation it began with; None on the first stage.
+        taken: the activations it began with; none on the first stage.
         given: what its forward ended with.
-        gradient: of that; None for the loss.
+        gradients: of that; None for the loss.
 
     Returns:
-        the gradient of ``taken``; None if none is wanted.
+        the gradients of ``taken``.
     """
-    if not given.requires_grad:
-        return None if taken is None or not taken.requires_grad else torch.zeros_like(taken)
-    torch.autograd.backward(given, gradient)
-    if taken is None or not taken.requires_grad:
+    trained = [number for number, tensor in enumerate(given) if tensor.requires_grad]
+    if trained:
+        arrived = None if gradients is None else [gradients[number] for number in trained]
+        torch.autograd.backward([given[number] for number in trained], arrived)
+    return tuple(map(_gradient, taken))
+
+
+def _gradient(of: torch.Tensor) -> torch.Tensor | None:
+    if not of.requires_grad:
         return None
-    return torch.zeros_like(taken) if taken.grad is None else taken.grad
+    return torch.zeros_like(of) if of.grad is None else of.grad

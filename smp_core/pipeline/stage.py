@@ -54,8 +54,8 @@ class _Cut(BaseException):
 
 @torch.no_grad()
 def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
-    """Put a DTensor of which this rank has nothing in the place of every parameter of another stage. Collective over
-    the world; before anything is sharded.
+    """Put a DTensor of which this rank has nothing in the place of every parameter of another stage, before anything
+    is sharded.
     """
     meshes = mesh.holders()
     own = stages.owned(mesh.stage)

@@ -17,7 +17,7 @@ from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import Pipeline as Recipe
 from smp_core.pipeline.batches import BatchKind, SameBatches
-from smp_core.pipeline.messages import Messages, in_words
+from smp_core.pipeline.messages import Activations, Messages, in_words
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.pipeline.schedule import run
 from smp_core.pipeline.stage import Stage, StageDone, TriesCall
@@ -35,6 +35,20 @@ class HoldsGradients(Protocol):
     """The interface of what holds a step's gradients."""
 
     def batch_in_stages(self) -> AbstractContextManager[None]: ...
+
+
+class Beside(Protocol):
+    """The interface of a tensor that travels beside activations, to which each chunk adds.
+
+    Attributes:
+        arrived: what the chunk before gave; None of the first one. Set before a chunk's forward.
+    """
+
+    arrived: torch.Tensor | None
+
+    def given(self) -> torch.Tensor:
+        """Return it with this chunk's part, behind its forward."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Pipeline:
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[torch.Tensor], None],
         try_call: TriesCall,
+        beside: Beside | None = None,
     ) -> None:
         self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
         assert isinstance(recipe.microbatches, int)
@@ -90,7 +105,9 @@ class Pipeline:
             try_call=try_call,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
-        self._messages = Messages(mesh, meter, goes_around=stages.n_chunks > stages.count)
+        self._beside = beside
+        goes_around = stages.n_chunks > stages.count
+        self._messages = Messages(mesh, meter, goes_around, parts=1 if beside is None else 2)
         columns = range(stages.count)
         training = [computations(recipe.schedule, stages.count, stage, self.micro_batches) for stage in columns]
         evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
@@ -129,18 +146,19 @@ class Pipeline:
         key, seed = self._batches.begin("a training step", batch, self._seeds.draw())
         results: list[Any] = []
 
-        def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
+        def forward(chunk: int, number: int, taken: Activations | None) -> Activations:
             given = self._call(calls[number], chunk, number, taken, results)
-            if given is None:
-                given = loss_of(results[-1]) * scale
-                if taken is not None and taken.requires_grad and not given.requires_grad:
-                    raise ValueError(
-                        "no gradient comes from the loss to what the model gives: compute it with gradients, and from "
-                        "outputs that are not detached"
-                    )
-                # What is returned keeps no graph beyond its backward pass.
-                results[-1] = map_tensors(results[-1], torch.Tensor.detach)
-            return given
+            if given is not None:
+                return given
+            loss = loss_of(results[-1]) * scale
+            if taken is not None and taken[0].requires_grad and not loss.requires_grad:
+                raise ValueError(
+                    "no gradient comes from the loss to what the model gives: compute it with gradients, and from "
+                    "outputs that are not detached"
+                )
+            # What is returned keeps no graph beyond its backward pass.
+            results[-1] = map_tensors(results[-1], torch.Tensor.detach)
+            return (loss,)
 
         @contextlib.contextmanager
         def around(step: Step) -> Iterator[None]:
@@ -168,9 +186,8 @@ class Pipeline:
         key, seed = self._batches.begin("an evaluation step", batch, self._seeds.draw())
         results: list[Any] = []
 
-        def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
-            given = self._call(call, chunk, number, taken, results)
-            return torch.empty(0) if given is None else given
+        def forward(chunk: int, number: int, taken: Activations | None) -> Activations:
+            return self._call(call, chunk, number, taken, results) or ()
 
         self._messages.begin((torch.is_grad_enabled(), "evaluation", key), ("evaluation", _without_shapes(key)))
         with self._seeds.during_step(seed):
@@ -189,20 +206,20 @@ class Pipeline:
         key, _ = self._batches.begin("a call of the model outside of a step", inputs)
         results: list[Any] = []
 
-        def given_by_chunk(chunk: int, _: int, taken: torch.Tensor | None) -> torch.Tensor:
+        def given_by_chunk(chunk: int, _: int, taken: Activations | None) -> Activations:
             self._stage.show(chunk)
-            self._stage.incoming = taken
+            self._take(taken)
             try:
                 given = forward()
             finally:
                 self._stage.incoming = None
             if not self._stage.is_last:
-                return given
+                return self._given(given)
             if isinstance(given, dict):
                 for name in caches_in(given):
                     given[name] = None  # of this stage's blocks alone
             results.append(given)
-            return torch.empty(0)
+            return ()
 
         self._messages.begin(("outside of steps", key), ("outside of steps", _without_shapes(key)))
         run(self._evaluation, given_by_chunk, self._messages, self.times)
@@ -248,18 +265,27 @@ class Pipeline:
         stage before this one has it too."""
         return not is_absent(parameter) and model_parameter(parameter) not in self._counted_elsewhere
 
+    def _take(self, taken: Activations | None) -> None:
+        self._stage.incoming = None if taken is None else taken[0]
+        if self._beside is not None:
+            self._beside.arrived = None if taken is None else taken[1]
+
+    def _given(self, activation: torch.Tensor) -> Activations:
+        return (activation,) if self._beside is None else (activation, self._beside.given())
+
     def _call(
-        self, call: Callable[[], Any], chunk: int, number: int, taken: torch.Tensor | None, results: list[Any]
-    ) -> torch.Tensor | None:
+        self, call: Callable[[], Any], chunk: int, number: int, taken: Activations | None, results: list[Any]
+    ) -> Activations | None:
         """Run the user's code; return what is sent on, or None of the last chunk, where the code came to its end."""
         stage, self._place = self._stage, (number, chunk)
         stage.show(chunk)
         self._seeds.begin_call(number)
-        stage.incoming, stage.calls, stage.is_running = taken, 0, True
+        self._take(taken)
+        stage.calls, stage.is_running = 0, True
         try:
             result = call()
         except StageDone as done:
-            return done.given
+            return self._given(done.given)
         finally:
             stage.incoming, stage.is_running = None, False
         if stage.calls != 1:

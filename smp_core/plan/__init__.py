@@ -54,6 +54,13 @@ if TYPE_CHECKING:
         Plan as Plan,
         keeps_parameters as keeps_parameters,
     )
+    from smp_core.plan.routers import (
+        LOSS as LOSS,
+        RouterLoss as RouterLoss,
+        loss_over_stages as loss_over_stages,
+        router_losses as router_losses,
+        without_router_loss as without_router_loss,
+    )
     from smp_core.plan.routes import compression as compression, head_groups as head_groups
     from smp_core.plan.schedules import (
         Step as Step,

@@ -129,10 +129,11 @@ class Plan:
         return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"
 
     @property
-    def parameters_in_words(self) -> list[str]:
-        """Name, shape and dtype of each parameter, in the model's order."""
+    def tensors_in_words(self) -> list[str]:
+        """Name, shape and dtype of each parameter, and then of each buffer, in the model's order."""
         frozen = {True: "", False: ", frozen"}
-        return [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
+        parameters = [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
+        return [*parameters, *(f"{buffer}, buffer" for buffer in self.shapes.buffers)]
 
     @cached_property
     def shard_degree(self) -> int:

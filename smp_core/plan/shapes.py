@@ -72,6 +72,7 @@ class Shapes:
         checkpoints_itself: the model has recomputation of its own switched on.
         on_meta: something of it is on the meta device.
         buffer_bytes: of all buffers.
+        buffers: name, shape and dtype of each in words, in the model's order.
         aliases: further names of parameters -> their first name.
         chain: the blocks in the order they run in; recorded where there are pipeline stages.
         experts: the modules that hold experts.
@@ -84,6 +85,7 @@ class Shapes:
     checkpoints_itself: bool = False
     on_meta: bool = False
     buffer_bytes: int = 0
+    buffers: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     chain: Chain | None = None
     experts: tuple[ExpertShape, ...] = ()
@@ -143,6 +145,7 @@ class Shapes:
             checkpoints_itself,
             on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
             buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+            buffers=tuple(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()),
             aliases=aliases,
             experts=experts_of(model),
         )

@@ -259,7 +259,7 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
             continue
         kinds = defaultdict(list)
         for child in module:
-            if any(True for _ in child.parameters()):
+            if child is not None and any(True for _ in child.parameters()):  # an nn.ModuleList may have gaps
                 kinds[_class_name(child)].append(child)
         for alike in kinds.values():
             # A repeated leaf (two Linear in a Sequential) is not a block: units of one small layer only add latency.

@@ -270,12 +270,7 @@ class _Search:
                     f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
                     "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
                 )
-            dealt, ranks = knobs[EXPERTS], self.hardware.ranks_per_node // tensor
-            if isinstance(dealt, int) and dealt > max(ranks, 1):
-                raise ValueError(
-                    f"{EXPERTS}={dealt} is more than the {ranks} tensor groups of tensor_parallel_degree={tensor} on a "
-                    f"node, and tokens that go between nodes are not planned with; write at most {ranks}, or 'node'"
-                )
+            dealt = knobs[EXPERTS]
             shapes = self.trace.of_precision("none", self.workload.precision, dealt != 1)
             plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
         except ValueError as error:

@@ -67,17 +67,20 @@ class SearchSpace:
         given = None if asked is None else Pipeline.read(asked)
         self.pipeline = {} if given is None else {k: v for k, v in given.to_dict().items() if v != "auto"}
         self.refused: list[str] = []
-        self._require_experts_inside_node()
+        self._require_dealt_evenly()
 
-    def _require_experts_inside_node(self) -> None:
-        asked, k = self.fixed.get(EXPERTS, 1), self.hardware.ranks_per_node
+    def _require_dealt_evenly(self) -> None:
+        """Refuse a fixed degree that does not divide the experts of a layer, or that is neither a part of a node's
+        ranks nor of whole nodes; of those over several nodes only what is fixed is planned."""
+        asked, k, world = self.fixed.get(EXPERTS, 1), self.hardware.ranks_per_node, self.hardware.devices
         counts = {site.experts for site in self.trace.shapes["none"].experts}
-        common = math.gcd(k, *counts)
-        if counts and isinstance(asked, int) and common % asked:
-            allowed = [str(n) for n in range(1, common + 1) if common % n == 0]
+        common = math.gcd(world, *counts)
+        allowed = [n for n in range(1, common + 1) if common % n == 0 and (k % n == 0 or n % k == 0)]
+        if counts and isinstance(asked, int) and asked not in allowed:
             raise ValueError(
-                f"{EXPERTS}={asked} does not divide the {k} ranks of a node and the {' and '.join(map(str, counts))} "
-                f"experts of a layer (between nodes it is not planned); write {', '.join(allowed)}, 'node' or 'auto'"
+                f"{EXPERTS}={asked} does not divide the {' and '.join(map(str, counts))} experts of a layer and the "
+                f"{world} devices, or is of parts of nodes of {k}; write {', '.join(map(str, allowed))}, 'node' or "
+                "'auto'"
             )
 
     def layouts(self) -> Iterator[dict[str, int]]:
@@ -132,14 +135,14 @@ class SearchSpace:
         return found
 
     def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
-        """Return over how many ranks of a node experts may be dealt, or what is fixed of it."""
+        """Return over how many ranks of a node experts may be dealt, or what is fixed, which may be several nodes."""
         sites = self.trace.shapes["none"].experts
         common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
         takes = self.trace.experts and not any(site.problem for site in sites)
         inside = [n for n in range(1, common + 1) if common % n == 0] if takes else [1]
         degrees: list[int] = self._open(EXPERTS, inside)
         is_open = tensor > 1 and "tensor_parallel_degree" not in self.fixed
-        if is_open and isinstance(degrees[0], int) and degrees[0] > ranks_per_node:
+        if is_open and isinstance(degrees[0], int) and ranks_per_node < degrees[0] <= self.hardware.ranks_per_node:
             return []  # fewer tensor ranks leave as many
         return inside[-1:] if degrees == ["node"] and takes else degrees
 

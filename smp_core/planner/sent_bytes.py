@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from smp_core.plan import Plan, PlannedUnit, Stages, unit_bytes
 from smp_core.planner.context_bytes import exchanges, keys_and_values
-from smp_core.planner.expert_bytes import count_bytes, expert_degree, row_bytes
+from smp_core.planner.expert_bytes import expert_degree, token_bytes
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import recomputation
 
@@ -121,10 +121,15 @@ class _Sent:
     def tokens(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
         """Count rows to the ranks of their experts and back, of a balanced router, forward and backward, and the
         numbers of rows; what is computed again sends nothing."""
-        degree, passes = expert_degree(self.plan), self._blocks(trace) * count
-        rows = row_bytes(self.plan, trace, micro_batch, tokens / self.plan.layout.context)
-        self._ring("expert_dispatch", degree, self.stride, passes * (2 * rows + count_bytes(self.plan, trace)))
-        self._ring("expert_combine", degree, self.stride, passes * 2 * rows)
+        passes = self._blocks(trace) * count
+        one = token_bytes(self.plan, trace, micro_batch, tokens / self.plan.layout.context)
+        assert one is not None
+        inside, across = (one.ranks - 1) / one.ranks, (one.nodes - 1) / one.nodes
+        sent = 2 * one.across + one.beside + one.weights + one.counts_across
+        self._add("expert_dispatch", "intra", passes * inside * (2 * one.inside + one.counts_inside))
+        self._add("expert_dispatch", "inter", passes * across * sent)
+        self._add("expert_combine", "intra", passes * inside * 2 * one.inside)
+        self._add("expert_combine", "inter", passes * across * 2 * one.across)
 
     def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
         """Count what the two split products of each block send, in forward, where that is made again, and in backward;

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 
 from smp_core.plan import GIB, Plan, communicators
 from smp_core.planner.context_bytes import beside_attention
-from smp_core.planner.expert_bytes import dealt_elements, row_bytes
+from smp_core.planner.expert_bytes import dealt_elements, token_bytes
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
 from smp_core.planner.stage_part import StagePart, StageStates, states_of
@@ -188,8 +188,10 @@ class _Points:
             self.kept = self.block_kept / self.tensor + gathered
         else:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
-        self.rows = row_bytes(plan, trace, micro_batch, held)
-        self.kept += 0.0 if mode == "none" else 2 * self.rows
+        exchange = token_bytes(plan, trace, micro_batch, held)
+        self.is_dealt = exchange is not None
+        if exchange is not None and mode != "none":
+            self.kept += exchange.kept
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, self.part, trace)
@@ -355,7 +357,7 @@ class _Points:
         elif stages is not None and not self.part.is_last:
             behind = StagePart.of(self.plan, self.trace, stages.count - 1).behind
             held = max(held - behind * of_element, 0.0)
-        if self.rows and reached in (1, 2):  # of experts only those that are here
+        if self.is_dealt and reached in (1, 2):  # of experts only those that are here
             whole, dealt = dealt_elements(self.plan, self.trace)
             held = max(held - (whole - dealt) * of_element, held * dealt / whole)
         return held * self.of_gradient

@@ -12,6 +12,7 @@ The constants are in :mod:`smp_core.planner.fitted`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from smp_core.cluster import Collectives, Kind, Links
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.devices import Device
-from smp_core.planner.expert_bytes import count_bytes, dealt_elements, expert_degree, row_bytes
+from smp_core.planner.expert_bytes import dealt_elements, expert_degree, token_bytes
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
@@ -218,11 +219,14 @@ class StepModel:
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
         before them, and in backward. An all-to-all takes what a gather of all its rows takes."""
-        if self.experts == 1:
+        one = token_bytes(self.plan, self.trace, micro_batch, held)
+        if one is None:
             return 0.0, 0.0
-        rows, counts = row_bytes(self.plan, self.trace, micro_batch, held), count_bytes(self.plan, self.trace)
-        both = 2 * self.collectives.tokens(rows)
-        return both + self.collectives.tokens(counts), both
+        exchange = functools.partial(self.collectives.tokens, one.ranks, one.nodes)
+        back = exchange(one.inside, one.across)
+        counts = exchange(one.counts_inside, one.counts_across)
+        forward = counts + exchange(one.inside, one.across + one.beside) + back
+        return forward, back + exchange(one.inside, one.across + one.weights)
 
     def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
         """Return what copies of inputs to the host and back add to a block's two passes."""
@@ -283,13 +287,14 @@ class _GroupCollectives:
             return self._of("intra").seconds(kind, ranks, n_bytes) if ranks > 1 else 0.0
         nodes = self.degree // self.per_node
         if together == 1:
-            return self._between(kind, nodes, n_bytes)
+            return self._between(kind, ranks, n_bytes)
         crowded = n_bytes * self.slowed(nodes) * self.layout.tensor * self.experts
         return self._of("flat").seconds(kind, ranks, crowded)
 
-    def tokens(self, n_bytes: float) -> float:
-        """Return the seconds of one exchange of rows between the ranks that experts are dealt to, on one node."""
-        return self._of("intra").seconds("all_gather", self.experts, n_bytes)
+    def tokens(self, ranks: int, nodes: int, inside: float, across: float) -> float:
+        """Return the seconds of one exchange of rows: over the ranks on a node, and over nodes."""
+        seconds = self._of("intra").seconds("all_gather", ranks, inside) if ranks > 1 else 0.0
+        return seconds + (self._between("all_gather", nodes, across) if nodes > 1 else 0.0)
 
     def inside(self, n_bytes: float) -> float:
         """Return the seconds of a gather over the ranks of a partition group on one node."""

@@ -93,6 +93,24 @@ class NativeWindow:
         """Return whether gradients are held that no ``.grad`` shows yet."""
         return partial_sum_bytes(self._model) > 0
 
+    def attached(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name that FSDP2 has not sharded."""
+        named = sorted(self._model.named_parameters(), key=lambda pair: pair[0])
+        return {name: each for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
+
+    def refuse_attached(self) -> None:
+        """Refuse gradients of what was attached.
+
+        Raises:
+            ValueError: there are any on this rank.
+        """
+        for name, parameter in self.attached().items():
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"{name} was attached after the model was sharded, on a (replicate, shard) mesh that is not ours: "
+                    "nothing adds its gradients up; attach adapters before the model is sharded"
+                )
+
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Treat backward passes inside as not the window's last."""

@@ -219,7 +219,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside:
             inside |= set(module.modules())
-            yield from (each for each in module if any(map(is_linear, each.modules())))
+            yield from (each for each in module.children() if any(map(is_linear, each.modules())))
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -4,7 +4,8 @@
 one meet first, on the board that has the signs of life (smp_core/watch/signs.py): the first rank writes where it is,
 the last one says that all are there, and one that is somewhere else (at another such call, at the end of its process)
 says so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward
-pass that it cannot end alone. Calls that only a partition group makes together meet among its ranks.
+pass, or the sums behind a backward pass, that it cannot end alone. Calls that only a partition group makes together
+meet among its ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Meetings:
     Attributes:
         forwards: calls into models begun that need all of ``peers`` (:func:`smp_core.watch.rank_watch.count_call`).
         peers: the ranks that make forward passes together with this one.
+        windows: windows of gradients begun to be closed, which needs all of ``closing``
+            (:func:`smp_core.watch.rank_watch.count_window`).
+        closing: the ranks that close windows together with this one.
         limit: seconds that a rank waits for others that live and do not come; None: forever.
         rank_0_ended: whether the process that keeps the board has ended, or is about to.
     """
@@ -34,6 +38,8 @@ class Meetings:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
+        self.windows = 0
+        self.closing: Sequence[int] = ()
         self.limit: float | None = None
         self.rank_0_ended = False
         self._board = board
@@ -124,6 +130,8 @@ class Meetings:
             ours, theirs = self._board.signs_of([self.rank, neighbour])
             if neighbour in self.peers and theirs["forwards"] > self.forwards:
                 self._settle(key, _apart(self.rank, place, neighbour, "the model's next forward pass"))
+            elif neighbour in self.closing and theirs["windows"] > self.windows:
+                self._settle(key, _apart(self.rank, place, neighbour, "the end of a backward pass"))
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]
             elif ours["beats"] - since > _SILENCE:

@@ -25,27 +25,25 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from smp_core.run_log import write as run_log
 from smp_core.torch_facts import collective_timeout
+from smp_core.watch.compared_windows import ComparedWindows
 from smp_core.watch.meeting import Meetings
 from smp_core.watch.preemption import Preempted, ignoring_sigterm
-from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, open_boards
-from smp_core.watch.whereabouts import Compared, WaitWatch, here, innermost_user_line
+from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, attempt, open_boards
+from smp_core.watch.whereabouts import WaitWatch, here, innermost_user_line
 
 logger = logging.getLogger("smp")
-T = TypeVar("T")
 
 # What the error of an accelerator says whose own check has failed.
 _DEVICE_STOPPED = "device-side assert"
-# Intervals that a rank waits for what others tell of windows, where its device has stopped.
-_TELLING = 8
 # Intervals that a keeper's board stays for ranks that do not notice that the keeper ends.
 _GOODBYES = 20
 _UNEVEN = (
@@ -77,6 +75,7 @@ class RankWatch:
         self.meetings = Meetings(rank, world_size, boards[0], interval)
         self.boards = boards
         self._waits = WaitWatch(rank, world_size, interval, here, self._say)
+        self._windows = ComparedWindows(rank, interval, here.compared)
         self._beats = 0
         self._runs = 0
         self._failure: str | None = None
@@ -140,7 +139,7 @@ class RankWatch:
         self._beat()
         kept = [board for board in self.boards if board.keeper == self.rank]
         for board in kept if not self._reported else ():
-            _attempt(self._await_goodbyes, board)
+            attempt(self._await_goodbyes, board)
         global _last_boards
         for board in _last_boards + [board for board in self.boards if board not in kept]:
             board.close()
@@ -179,48 +178,12 @@ class RankWatch:
             return self._find_out()
 
     def _find_difference(self) -> str | None:
-        """Compare what ranks say of their last windows, where a device has stopped: it does so where they differ, and
-        cannot say more. None if those who say something within some intervals say the same.
-
-        Two that differ are enough: torch's watchdog over NCCL ends processes whose device has stopped, this one too.
-        """
-        if not here.compared:
-            return None
-        self.show_windows()
-        ranks = sorted({rank for window in here.compared.values() for rank in window.ranks()})
-        found, deadline, pause = "", time.monotonic() + _TELLING * self.interval, self.interval / 50
-        while True:
-            summaries = self._values_of([f"windows/{self._runs}/{rank}" for rank in ranks])
-            known = {rank: each for rank, each in zip(ranks, summaries, strict=False) if each is not None}
-            if differs := next(filter(None, (self._difference(*each, known) for each in here.compared.items())), ""):
-                # Others, if they live, are heard soon, and say which side is the larger one.
-                deadline = deadline if found else min(deadline, time.monotonic() + self.interval / 10)
-                found = differs
-            if len(known) == len(ranks) or time.monotonic() >= deadline:
-                return self._tell(found) if found else None
-            time.sleep(pause)
-            pause = min(2 * pause, self.interval)
+        found = self._windows.difference(self.boards, self._runs)
+        return self._tell(found) if found else None
 
     def show_windows(self) -> None:
-        """Put on the boards what this rank says of its last windows: all in short under one key, each whole under its
-        own."""
-        key, windows = f"windows/{self._runs}/{self.rank}", here.compared.items()
-        for board in self.boards:
-            for number, window in windows:
-                _attempt(board.set, f"{key}/{number}", window.told())
-            _attempt(board.set, key, {str(number): window.summary() for number, window in windows})
-
-    def _difference(self, number: int, window: Compared, summaries: Mapping[int, Mapping[str, Any]]) -> str:
-        """Return where ranks differ in a window, in words; "" where nowhere. One rank is asked for those like it."""
-        of_window = {rank: each[str(number)] for rank, each in summaries.items() if str(number) in each}
-        sides = window.sides(of_window)
-        whole = self._values_of([f"windows/{self._runs}/{asked}/{number}" for asked in sides])
-        told = dict(zip(sides, whole, strict=False))
-        by_rank = {rank: told[asked] for asked, alike in sides.items() if told.get(asked) for rank in alike}
-        return window.difference(by_rank) if len(sides) > 1 else ""
-
-    def _values_of(self, keys: list[str]) -> list[Any]:
-        return next((found for board in self.boards if (found := _attempt(board.values_of, keys))), [])
+        """Put on the boards what this rank says of its last windows, once in a run."""
+        self._windows.show(self.boards, self._runs)
 
     def _find_out(self) -> str | None:
         if told := self._told():
@@ -247,14 +210,14 @@ class RankWatch:
         """Return what another rank has found out in this run: ranks that meet the loss because that one has ended need
         not look again."""
         for board in self.boards:
-            if told := _attempt(board.get, f"told/{self._runs}"):
+            if told := attempt(board.get, f"told/{self._runs}"):
                 return str(told["text"])
         return self._heard.get(self._runs)
 
     def _tell(self, found: str) -> str:
         """Write what was found to stderr and on the boards, unless another rank has. Returns what holds."""
         own = {"run": self._runs, "rank": self.rank, "text": found}
-        claims = [_attempt(board.claim, f"told/{self._runs}", own) for board in self.boards]
+        claims = [attempt(board.claim, f"told/{self._runs}", own) for board in self.boards]
         told = next((claim for claim in claims if claim is not None), own)
         if told["rank"] == self.rank:
             self._say(found)
@@ -324,7 +287,7 @@ class RankWatch:
             self._beat(waits=False)
             for board in self.boards:
                 if board.keeper == self.rank:
-                    _attempt(self._waits.look, board, self._read)
+                    attempt(self._waits.look, board, self._read)
             if self._beats % _LOOK_EVERY == 0:
                 self._look_by_itself()
         elif not self.meetings.rank_0_ended:  # all keepers have ended, or are out of reach
@@ -345,7 +308,7 @@ class RankWatch:
         if board.keeper == 0:
             self.meetings.rank_0_ended = True
         if not self._reported:  # else this rank still looks what the board has
-            _attempt(board.set, f"done/{self.rank}", True)
+            attempt(board.set, f"done/{self.rank}", True)
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
@@ -353,8 +316,8 @@ class RankWatch:
         read that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
-                _attempt(self._look_for_all, board)
-        if not any(_attempt(board.get, "lost") for board in self.boards):
+                attempt(self._look_for_all, board)
+        if not any(attempt(board.get, "lost") for board in self.boards):
             if not self._reported:
                 self._ends_at = None  # whoever was silent is back
         else:
@@ -393,6 +356,7 @@ class RankWatch:
             "beats": self._beats,
             "step": self.step,
             "forwards": self.meetings.forwards,
+            "windows": self.meetings.windows,
             "between": self.between_runs,
         }
         if self._failure is not None:
@@ -419,7 +383,7 @@ class RankWatch:
 
     def _look(self) -> _Signs | None:
         """Return the state of every rank; None when no board answers."""
-        return next((signs for board in self.boards if (signs := _attempt(self._read, board)) is not None), None)
+        return next((signs for board in self.boards if (signs := attempt(self._read, board)) is not None), None)
 
     def _read(self, board: Board) -> _Signs:
         return dict(enumerate(board.signs_of(range(self.world_size))))
@@ -434,14 +398,6 @@ def _silent(before: _Signs, after: _Signs) -> list[int]:
     """List the ranks that have given no sign of life between two looks, and have neither failed nor ended."""
     going_on = [rank for rank, state in after.items() if "failed" not in state and "left" not in state]
     return [rank for rank in going_on if after[rank]["beats"] == before[rank]["beats"]]
-
-
-def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
-    """Ask a board, which may be out of reach; that is an answer, not an error."""
-    try:
-        return action(*arguments)
-    except ConnectionError:
-        return None
 
 
 def _place(error: BaseException) -> str:
@@ -564,6 +520,18 @@ def count_call() -> None:
     """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
     if _watch is not None:
         _watch.meetings.forwards += 1
+
+
+def expect_windows(closing: Sequence[int]) -> None:
+    """Take note of the ranks that close windows of gradients together with this one."""
+    if _watch is not None:
+        _watch.meetings.closing = closing
+
+
+def count_window() -> None:
+    """Count a window that this rank begins to close, which it cannot end without the others."""
+    if _watch is not None:
+        _watch.meetings.windows += 1
 
 
 def _is_current() -> bool:

@@ -27,7 +27,7 @@ import socket
 import threading
 from asyncio import StreamReader, StreamWriter
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, TimeoutError as NoAnswer
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ _LONGEST = 2**28
 # Connections beyond one for each rank that may wait to be admitted; the oldest goes where there are more.
 _STRANGERS = 64
 _WELCOME = b"welcome\n"
-NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "between": False}
+NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "windows": 0, "between": False}
 """Of a rank that has given none yet."""
 
 
@@ -361,3 +361,11 @@ def _loop_of(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="smp-boards", daemon=True).start()
     return loop
+
+
+def attempt(action: Callable[..., T], *arguments: Any) -> T | None:
+    """Ask a board, which may be out of reach; that is an answer, not an error: None."""
+    try:
+        return action(*arguments)
+    except ConnectionError:
+        return None

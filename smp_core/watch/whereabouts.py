@@ -21,9 +21,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch comes with it, and `smp report` does without
+    from smp_core.watch.compared_windows import Compared
     from smp_core.watch.signs import Board, Sign
 
 # Parts of file names of code that is not the user's.
@@ -58,25 +59,6 @@ Signs = dict[int, "Sign"]
 _SHOWN = 2048
 # Windows that are kept: a device stops in one while its host is in the next.
 _KEPT_WINDOWS = 8
-
-
-class Compared(Protocol):
-    """A window whose comparison only the device knows."""
-
-    def told(self) -> Sequence[Any]:
-        """Return what this rank would say of it, as JSON."""
-
-    def summary(self) -> Sequence[int]:
-        """Return the same in a few numbers."""
-
-    def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Return the ranks that say the same, by the first of them, from the summaries of some."""
-
-    def ranks(self) -> Iterable[int]:
-        """Return those to compare with."""
-
-    def difference(self, by_rank: Mapping[int, Sequence[Any]]) -> str:
-        """Say in words where ranks differ, by what each told; "" where nowhere."""
 
 
 class Whereabouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -88,11 +89,15 @@ def fit(
     return recorder.run
 
 
-def test_trainer_equals_one_process(tmp_path: Path) -> None:
+EXPERTS = {"shard_degree": 2, "expert_parallel_degree": 2}
+STAGES = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 1}}
+
+
+@pytest.mark.parametrize("knobs, batch", [({"router_balance": "global"}, BATCH // 4), (STAGES, BATCH // 2)])
+def test_trainer_equals_one_process(knobs: dict[str, Any], batch: int, tmp_path: Path) -> None:
     """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of rounding. Auxiliary losses too."""
     expected = fit(tmp_path / "alone", BATCH, kind="balanced in float32")
-    knobs = {"shard_degree": 2, "expert_parallel_degree": 2, "router_balance": "global"}
-    ranks = (tmp_path / "ranks", BATCH // 4, knobs, "balanced in float32")
+    ranks = (tmp_path / "ranks", batch, {**EXPERTS, **knobs}, "balanced in float32")
     for seen in run_ranks(fit, 4, *ranks, ranks_per_node=2):
         assert len(seen.losses) == STEPS
         assert max(abs(a - b) for a, b in zip(seen.losses, expected.losses, strict=True)) < 2e-5

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
+from tests.accelerate.test_peft_trl import adapted as split_adapted, split_adapter
+from tests.accelerate.trainers import Run, make_dataset, make_model, make_trainer, whole_weights
 from tests.core.sharding.frozen_runs import codes_of, with_decoded_base
 from tests.harness import run_ranks
 
@@ -65,3 +66,18 @@ def test_qlora_trains_like_the_stock_trainer_and_its_adapter_is_saved_whole(tmp_
     for again, before in zip(run_ranks(fit, 2, tmp_path / "ranks", knobs, resume=True), first, strict=True):
         assert again.losses == before.losses[2:]
         assert all(torch.equal(again.weights[name], value) for name, value in before.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_an_adapter_beside_codes_over_split_sequences_has_one_processs_loss_and_gradients(name: str) -> None:
+    """float32: 1e-6."""
+    model = with_decoded_base(split_adapted(), name)
+    rows = {key: torch.stack([row[key] for row in make_dataset(8)]) for key in ("input_ids", "labels")}
+    expected = model(**rows).loss
+    expected.backward()
+    knobs = {"shard_degree": 2, "context_parallel_degree": 2, "frozen_storage": name}
+    for loss, gradients in run_ranks(split_adapter, 4, knobs, ranks_per_node=2):
+        assert abs(loss - expected.item()) <= 1e-6
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        assert named and all((gradients[name] - gradient).abs().max() <= 1e-6 for name, gradient in named)

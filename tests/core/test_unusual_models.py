@@ -75,6 +75,23 @@ class OddTensors(nn.Module):
         return torch.cat([x, self.also_nothing(x)], dim=1)
 
 
+class Gaps(nn.Module):
+    """Lists of blocks, and of norms around them, of which some are None (x-transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [[nn.ModuleList([norm, None]), Half(nn.Linear(WIDTH, WIDTH))] for norm in (None, nn.LayerNorm(WIDTH))]
+        self.layers = nn.ModuleList(map(nn.ModuleList, layers))
+        self.blocks = nn.ModuleList([None, Half(nn.Linear(WIDTH, WIDTH)), None, Half(nn.Linear(WIDTH, WIDTH))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (before, _), block in self.layers:
+            x = x + block(x if before is None else before(x))
+        for block in self.blocks:
+            x = x if block is None else x + block(x)
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "shared layer": (SharedLayer, {"units": {"modules": ["Half"], "min_parameters": 70}}),
     "shared layer, recomputed": (
@@ -84,6 +101,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "attention": (Attention, {"units": {"min_parameters": 8}}),
     "odd tensors": (OddTensors, {"units": {"min_parameters": 100}}),
     "odd tensors over the world": (OddTensors, {"optimizer_shard": "world"}),
+    "gaps": (Gaps, {}),
+    "gaps, recomputed": (Gaps, {"activations": "full"}),
 }
 STEPS = 3
 

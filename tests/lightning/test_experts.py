@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.core.expert_parallel import models as models  # makes its models known
+from tests.core.pipeline.cases import of_all_stages
 from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of, own_loss
 from tests.harness import run_ranks
-from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together
+from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together, whole_weights
+from tests.lightning.staged import StagedModule, knobs_of
 
 BATCH, STEPS = 8, 6
 
@@ -77,6 +81,40 @@ def test_auxiliary_losses_are_those_of_one_process() -> None:
     """float64, 1e-12, as above."""
     expected = trained(kind="balanced")
     assert_same(together(trained, {**KNOBS, "router_balance": "global"}, "balanced"), expected)
+
+
+def staged(batch_size: int, knobs: dict[str, Any], **flags: Any) -> Run:
+    """One epoch through pipeline stages; what is logged and the losses are means over ranks."""
+    with Wide():
+        module = StagedModule(kind="balanced on 4 stages", batch_size=batch_size)
+        trainer = make_trainer(knobs, gradient_clip_val=0.5, accumulate_grad_batches=2, **flags)
+        trainer.fit(module)
+    losses = torch.stack([loss.double() for loss in module.losses])
+    parallel = getattr(trainer.strategy, "_parallel", None)
+    if parallel is None:
+        weights = whole_weights(module)
+    else:
+        weights = of_all_stages(parallel, dict(module.named_parameters()))
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Run(losses.tolist(), weights, metrics)
+
+
+def test_auxiliary_losses_over_stages_are_those_of_one_process() -> None:
+    """float64, 1e-12, as above. An evaluation has the loss of a rank's tokens: all of them where a stage is one
+    rank."""
+    expected = staged(8, {})
+    assert "val_loss" in expected.metrics
+    assert_same(together(staged, 8, knobs_of(4, microbatches=1)), expected)
+
+
+@pytest.mark.slow
+def test_auxiliary_losses_over_stages_of_several_ranks_are_those_of_one_process() -> None:
+    """float64, 1e-12, as above."""
+    expected = staged(8, {}, limit_val_batches=0)
+    knobs = {**knobs_of(2, shard=2, microbatches=1), "expert_parallel_degree": 2}
+    assert_same(together(staged, 4, knobs, limit_val_batches=0), expected)
 
 
 def saved_and_resumed(path: str) -> tuple[Run, Run]:

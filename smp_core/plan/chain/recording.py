@@ -27,6 +27,7 @@ from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffer
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
 from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
+from smp_core.plan.routers import without_router_loss
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import WrapPlan
 from smp_core.torch_facts import is_compiled, lies_in
@@ -58,7 +59,7 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     for names_of_blocks in _alike(model, units):
         try:
             root = _root(model, units, names_of_blocks, refusal)
-            with with_fake_values(model, refusal), buffers_restored(model):
+            with with_fake_values(model, refusal), buffers_restored(model), without_router_loss(model):
                 return _chain_of(model, root, names_of_blocks, refusal)
         except ValueError as problem:
             problems.append(problem)
@@ -424,5 +425,5 @@ def _require_own(
         raise ValueError(
             f"{refusal}{name} works in {' and in '.join(two[:2])}, which may be on different stages; only what comes "
             "before and behind the blocks can share parameters (tied embeddings), and no loss can read what several "
-            "blocks computed, as that of routers does (output_router_logits)"
+            "blocks computed, but those of routers that torch-smp knows (output_router_logits)"
         )

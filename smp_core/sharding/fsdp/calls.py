@@ -38,7 +38,7 @@ from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
-from smp_core.sharding.gradients.parameter_hooks import hooks_of
+from smp_core.sharding.gradients.parameter_hooks import hooks_of, shows_hooks
 from smp_core.torch_facts import clean_name
 from smp_core.watch import count_call, expect_calls, meet_between_runs
 
@@ -424,7 +424,8 @@ class _ShownParameter:
     def check_place(self, shard: nn.Parameter, copy: nn.Parameter | None) -> None:
         """Refuse a parameter that was replaced."""
         for module, name in self.places:
-            there = getattr(module, name, None)
+            # Read where Module.__getattr__ finds it, whose own call takes longer than all of this.
+            there = module._parameters.get(name)
             if there is not None and (there is shard or there is copy or there is self._part):
                 continue
             raise ValueError(
@@ -470,6 +471,8 @@ class _ShownParameter:
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
         self._required_grad = shard.requires_grad
+        if shows_hooks(copy):
+            return
         hooks = hooks_of(shard)
         if hooks is not None:
             hooks.show_on(copy)

@@ -151,9 +151,10 @@ class _Coded:
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        if out is not None:
-            decode_rows(self.local.coder, gathered[0], out.data)  # what autograd saved of it stays valid
-            return None
-        decoded = torch.empty(self._member.sharded_param.shape, dtype=dtype, device=gathered[0].device)
-        decode_rows(self.local.coder, gathered[0], decoded)
-        return decoded, (decoded,)
+        (codes,) = gathered
+        decoded = out
+        if decoded is None:
+            decoded = torch.empty(self._member.sharded_param.shape, dtype=dtype, device=codes.device)
+        decode_rows(self.local.coder, codes, decoded.data)  # what autograd saved of it stays valid
+        codes.untyped_storage().resize_(0)  # FSDP2 would keep them as long as the weight; the next gather makes room
+        return (decoded, (decoded,)) if out is None else None

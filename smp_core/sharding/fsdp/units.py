@@ -248,15 +248,17 @@ class ShardedUnit:
         """The dtype that its parameters are cast to when they are gathered; None: each stays in its own dtype."""
         return None if self.group is None else self.group.policy().param_dtype
 
-    def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
-        """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
-        differ)."""
+    def local_gradients(self, slots: Iterable[Slot], flat: torch.Tensor) -> Iterator[tuple[int, DTensor]]:
+        """Yield the index of each parameter of ``slots``, and its gradient as a DTensor like the parameter, viewed from
+        ``flat`` (cast if dtypes differ)."""
         assert self.group is not None
-        parameter = cast(DTensor, self.parameters()[slot.index])
-        shard = parameter.to_local()
-        dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
-        own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
-        return self.group.sharded_gradient(slot.index, own.view(shard.shape))
+        parameters = self.parameters()
+        for slot in slots:
+            parameter = cast(DTensor, parameters[slot.index])
+            shard = parameter.to_local()
+            dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
+            own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
+            yield slot.index, self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
         """Return whether the unit's parameters are unsharded at the moment, or it has none."""

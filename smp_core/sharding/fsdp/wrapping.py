@@ -21,6 +21,7 @@ from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
 from smp_core.plan import Plan
+from smp_core.sharding.fsdp.class_layout import any_class
 from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
@@ -65,15 +66,16 @@ def shard_units(
             cast_forward_inputs=plan.precision.cast_forward_inputs,
         )
         over = meshes.get(planned.name, mesh.shard_mesh)
-        fully_shard(
-            unit_module,
-            mesh=over,
-            reshard_after_forward=None if planned.is_root and keep else bool(keep),
-            mp_policy=policy,
-            offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
-            ignored_params=ignored,
-            shard_placement_fn=functools.partial(_evenly, over.size()) if planned.name in meshes else None,
-        )
+        with any_class(unit_module):
+            fully_shard(
+                unit_module,
+                mesh=over,
+                reshard_after_forward=None if planned.is_root and keep else bool(keep),
+                mp_policy=policy,
+                offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
+                ignored_params=ignored,
+                shard_placement_fn=functools.partial(_evenly, over.size()) if planned.name in meshes else None,
+            )
         assert isinstance(unit_module, FSDPModule)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions, passes)
         if over.size() == 1:

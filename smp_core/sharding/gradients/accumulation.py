@@ -40,6 +40,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp_core.comm import Traffic
 from smp_core.plan import Plan
@@ -58,10 +59,17 @@ from smp_core.sharding.gradients.received_gradients import Told, received_all
 from smp_core.sharding.gradients.replicated import ReplicatedGradients
 from smp_core.sharding.gradients.unit_window import UnitWindow
 from smp_core.sharding.optimizer.shards import WorldSharding
-from smp_core.torch_facts import model_parameter
-from smp_core.watch import here, meet
+from smp_core.torch_facts import clean_name, is_absent, model_parameter
+from smp_core.watch import count_window, expect_windows, here, meet
 
 logger = logging.getLogger("smp")
+
+_ATTACHED = (
+    "{} was attached to the model after it was sharded, and is trained before an optimizer was prepared for it: ranks "
+    " may have begun with other values, and nothing adds its gradients up. Gradients of the window are dropped. "
+    "Before its first forward pass prepare, on all ranks, the optimizer that steps it (accelerator.prepare(optimizer), "
+    "parallel.prepare_optimizer(optimizer), optimizer.add_param_group), or freeze it (parameter.requires_grad_(False))"
+)
 
 _windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = weakref.WeakKeyDictionary()
 """In the order in which they were made, which is the same on all ranks."""
@@ -100,6 +108,7 @@ class AccumulationWindow:
         by_name = dict(model.named_parameters())
         replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
+        self._model = model
         self._on_close = traffic.step_done
         self._calls = calls
         self._kept = knobs.keep_between_micro_batches
@@ -134,6 +143,8 @@ class AccumulationWindow:
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
+        if mesh.model_degree > 1:
+            expect_windows(dist.get_process_group_ranks(mesh.model_group))
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer.shards`;
@@ -145,9 +156,15 @@ class AccumulationWindow:
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world
 
-    def replicated_ids(self) -> set[int]:
-        """Return the ids of the parameters that every rank holds whole."""
-        return {id(parameter) for parameter in self._replicated.parameters.values()}
+    def attached(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, in the order of names, that the model got since it was sharded, and whose
+        gradients nothing adds up yet."""
+        known = {id(parameter) for parameter in self._replicated.parameters.values()}
+        for each in self._units:
+            known.update(map(id, each.unit.unsharded()))  # which modules may show
+        named = sorted(self._model.named_parameters(), key=lambda pair: pair[0])
+        plain = {name: p for name, p in named if not isinstance(p, DTensor) and not is_absent(p)}
+        return {clean_name(name): parameter for name, parameter in plain.items() if id(parameter) not in known}
 
     def add_replicated(self, attached: Mapping[str, nn.Parameter]) -> None:
         """Add gradients of these parameters up over all ranks, too, from the next backward pass on."""
@@ -217,6 +234,17 @@ class AccumulationWindow:
             self._close()
             self._gave_up = False
 
+    @torch.no_grad()
+    def refuse_attached(self) -> None:
+        """Close the window, open or not, where this rank's optimizer steps what was attached and never taken in: no
+        other trained parameter may have told it of the backward pass. Collective.
+
+        Raises:
+            RanksDiverged, ValueError: on all ranks; gradients are dropped.
+        """
+        if any(parameter.grad is not None for parameter in self.attached().values()):
+            self._close()
+
     def _close_micro_batch(self) -> None:
         """Complete the gradients of a micro-batch for hooks of parameters; the window goes on.
 
@@ -262,13 +290,15 @@ class AccumulationWindow:
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
                 "parallel.prepare_optimizer(optimizer) before the first backward pass"
             )
+        count_window()
         # Phase 1: what is held is reduced and sent, in the order of units on all ranks.
         self._reduce_held()
         for each in self._units:
             each.complete()
         self._send_complete()
         # Phase 2: ranks tell each other what they have, and that they mean the same by it.
-        told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued)
+        attached = [name for name, parameter in self.attached().items() if parameter.requires_grad]
+        told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued, attached)
         with here.waiting("the window's end"):
             told.wait()
             diverged = told.divergence()
@@ -276,6 +306,10 @@ class AccumulationWindow:
             self._await_sums()
             self._drop_gradients()
             raise RanksDiverged(diverged)
+        if attached:  # the same on all ranks
+            self._await_sums()
+            self._drop_gradients()
+            raise ValueError(_ATTACHED.format(attached[0]))
         self._closes_each = bool(hooked)
         # Phase 3: what only others have is sent as zeros. Then plain parameters, behind all units on every rank: stages
         # of their route may share groups with those of units.
@@ -375,7 +409,7 @@ class AccumulationWindow:
     def _drop_gradients(self) -> None:
         for parameter in [p for each in self._units for p in each.unit.parameters()]:
             parameter.grad = None
-        for parameter in self._replicated.parameters.values():
+        for parameter in [*self._replicated.parameters.values(), *self.attached().values()]:
             parameter.grad = None
         for shard in [] if self.world is None else self.world.shards:
             shard.forget()

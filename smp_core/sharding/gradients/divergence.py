@@ -52,8 +52,18 @@ _OTHER_PARAMETERS = (
 )
 
 
+_OTHER_ATTACHED = (
+    "ranks train different parameters: only on {} {!r} was attached to the model "
+    "after it was sharded. Gradients of the window are dropped, weights and optimizer "
+    "states are as before it. Attach the same adapters on all ranks, and then let all ranks prepare the optimizer that "
+    "steps them: parallel.prepare_optimizer(optimizer), accelerator.prepare(optimizer), or optimizer.add_param_group"
+)
+
+
 HOOK = " (hook)"
 """Behind the name of a trained parameter: its hooks, in which all ranks take part."""
+ATTACHED = " (attached)"
+"""Behind the name of a trained parameter that was attached to the model, and whose gradients no rank adds up yet."""
 
 
 class RanksDiverged(RuntimeError):
@@ -138,8 +148,8 @@ class WindowRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LeftToDevice:
-    """A window whose comparison only the device knows (:class:`smp_core.watch.whereabouts.Compared`). Nothing is made
-    of it unless the device stops there: each step leaves one."""
+    """A window whose comparison only the device knows (:class:`smp_core.watch.compared_windows.Compared`). Nothing is
+    made of it unless the device stops there: each step leaves one."""
 
     issued: IssuedCollectives
     layout: Layout
@@ -242,8 +252,11 @@ def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
     names = dict.fromkeys(name for theirs in by_rank.values() for name in theirs)
     for name in names:
         ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
-        if len(ranks) < len(by_rank):
-            bare = name.removesuffix(HOOK)
-            what = "requires_grad=True" if bare == name else "a hook"
-            return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, what)
+        if len(ranks) == len(by_rank):
+            continue
+        if name.endswith(ATTACHED):
+            return _OTHER_ATTACHED.format(ranks_in_words(ranks), name.removesuffix(ATTACHED))
+        bare = name.removesuffix(HOOK)
+        what = "requires_grad=True" if bare == name else "a hook"
+        return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, what)
     return ""

@@ -144,6 +144,11 @@ def hooks_of(parameter: torch.Tensor) -> ParameterHooks | None:
     return kept.owner if isinstance(kept, _Kept) else None
 
 
+def shows_hooks(copy: torch.Tensor) -> bool:
+    """Return whether an unsharded copy shows the hooks of its parameter, which is all that ever changes about them."""
+    return type(copy._backward_hooks) is _Kept and type(copy._post_accumulate_grad_hooks) is _Kept  # type: ignore
+
+
 def registered_hooks(parameter: torch.Tensor) -> list[Hook]:
     """Return the hooks of a parameter, of both kinds, whoever calls them."""
     return list(_each(map(_store, (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter)))))

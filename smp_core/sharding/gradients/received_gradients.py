@@ -13,7 +13,7 @@ gradient, and drop it together. Its parts, in order, int32:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from smp_core.cluster import SmpMesh
 from smp_core.comm import IssuedCollectives
 from smp_core.sharding.gradients.divergence import (
+    ATTACHED,
     HOOK,
     any_differs,
     difference_in_words,
@@ -48,6 +49,7 @@ class Told:
     Args:
         veto: whether this rank wants the window dropped: a 0-d bool tensor.
         issued: what this rank issued; compared with the other ranks of its replica.
+        attached: names of trained parameters whose gradients nothing adds up.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Told:
         mesh: SmpMesh,
         veto: Callable[[], torch.Tensor] | None,
         issued: IssuedCollectives,
+        attached: Iterable[str] = (),
     ) -> None:
         self._mesh, self._issued, self._n_units = mesh, issued, len(units)
         flags: list[int] = []
@@ -70,6 +73,7 @@ class Told:
         named = [pair for each in units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
         hooked = [name for name, parameter in [*named, *replicated.parameters.items()] if hooks_of(parameter)]
         self._trained += [name + HOOK for name in hooked]
+        self._trained += [name + ATTACHED for name in attached]
         alone = mesh.model_degree == 1
         device = torch.device("cpu") if alone else mesh.device
         self._told = streams.on_device([*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device)

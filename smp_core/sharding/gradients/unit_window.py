@@ -261,12 +261,12 @@ class UnitWindow:
 
     def set_gradients(self, mean: torch.Tensor, seen: Sequence[bool] | None) -> None:
         """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an earlier closed pass of the step."""
-        for slot in self.slots:
-            if seen is None or seen[slot.index]:
-                self._add_gradient(slot.index, self.unit.local_gradient(slot, mean))
+        parameters = self.unit.parameters()
+        slots = [slot for slot in self.slots if seen is None or seen[slot.index]]
+        for index, gradient in self.unit.local_gradients(slots, mean):
+            self._add_gradient(parameters[index], index, gradient)
 
-    def _add_gradient(self, index: int, gradient: Any) -> None:
-        parameter = self.unit.parameters()[index]
+    def _add_gradient(self, parameter: nn.Parameter, index: int, gradient: Any) -> None:
         if index in self._own:
             gradient = gradient + self._own.pop(index)
         hooks = hooks_of(parameter)
@@ -278,14 +278,15 @@ class UnitWindow:
         of parameters with hooks, together with the others."""
         parameters = self.unit.parameters()
         for index in [index for index in self._own if not hooks_of(parameters[index])]:
-            self._add_gradient(index, self._own.pop(index))
+            self._add_gradient(parameters[index], index, self._own.pop(index))
         if self.masters is not None:
             self.masters.take_gradients()
 
     def finish_own_gradients(self) -> None:
         """Let hooks see gradients of terms that are made of shards, of parameters that received no other."""
+        parameters = self.unit.parameters()
         for index in list(self._own):
-            self._add_gradient(index, self._own.pop(index))
+            self._add_gradient(parameters[index], index, self._own.pop(index))
         if self.masters is not None:
             self.masters.take_gradients()
 

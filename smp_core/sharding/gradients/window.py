@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -26,6 +26,13 @@ class Window(Protocol):
     @property
     def is_open(self) -> bool:
         """Return whether gradients are held that no ``.grad`` shows yet."""
+
+    def attached(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters by name that the model got since it was sharded, and whose gradients nothing adds up
+        yet."""
+
+    def refuse_attached(self) -> None:
+        """Refuse gradients of :meth:`attached`: called by ranks whose optimizer steps such parameters. Collective."""
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients that no parameter's ``.grad`` shows."""

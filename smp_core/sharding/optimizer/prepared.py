@@ -36,13 +36,14 @@ from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.attached import take_in_attached
+from smp_core.sharding.optimizer.attached import step_alike, take_in_attached
 from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
 from smp_core.sharding.optimizer.trial import held, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.torch_facts import is_outermost, model_parameter
+from smp_core.torch_facts import clean_name, is_outermost, model_parameter
+from smp_core.watch import meet
 
 logger = logging.getLogger("smp")
 
@@ -85,13 +86,15 @@ class Prepared:
             self._smp_unprepared.zero_grad(self, set_to_none)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, also of adapters that were attached since. Collective over the world."""
         before = {model_parameter(parameter) for group in self.param_groups for parameter in group["params"]}
         self._smp_unprepared.add_param_group(self, param_group)
         try:
-            settle(self)
+            meet(f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})")
+            settle(self, together=True)
             if not before.isdisjoint(map(model_parameter, self.param_groups[-1]["params"])):
                 raise ValueError("some parameters appear in more than one parameter group")
-        except ValueError:
+        except (ValueError, RuntimeError):
             del self.param_groups[-1]
             raise
 
@@ -128,6 +131,7 @@ class Homes:
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
         self._own: dict[int, torch.Tensor] = {}
+        self._attached: dict[int, torch.Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
 
@@ -139,9 +143,13 @@ class Homes:
     def worlds(self) -> list[WorldSharding]:
         return [window.world for window in self.windows if window.world is not None]
 
-    def close_windows(self) -> None:
+    def close_windows(self, optimizer: torch.optim.Optimizer) -> None:
+        """Complete the gradients before the optimizer steps. Collective."""
+        strange = not self._owns_all(optimizer)
         for window in self.windows:
             window.close()
+            if strange:
+                window.refuse_attached()
 
     def reshard(self) -> None:
         """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots
@@ -150,24 +158,40 @@ class Homes:
             model.reshard()
 
     def find_parameters(self) -> None:
-        """Note the models' parameters as they are, sharded."""
+        """Note the models' parameters as they are, sharded, and which of them were attached and not taken in yet."""
         self.reshard()
         self._own = {id(parameter): parameter for model in self._models for parameter in model.module.parameters()}
+        self._attached = {id(p): self._own.pop(id(p)) for window in self.windows for p in window.attached().values()}
 
     def owns(self, parameter: torch.Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
 
-    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+    def _owns_all(self, optimizer: torch.optim.Optimizer) -> bool:
+        return all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+    def in_words(self, parameters: Sequence[torch.Tensor]) -> str:
+        """Return the names of a few parameters."""
+        names = {id(each): name for model in self._models for name, each in model.module.named_parameters()}
+        found = [clean_name(names.get(id(each), f"one {list(each.shape)}")) for each in parameters]
+        return ", ".join(found[:2] + ["..."] * (len(found) > 2))
+
+    def take_in(self, optimizer: torch.optim.Optimizer, together: bool = False) -> None:
         """Give the optimizer today's parameters in the place of replaced ones, with their states.
 
+        Args:
+            together: all ranks are in this call: adapters that were attached since are taken in, and groups compared.
+
         Raises:
-            ValueError: it has parameters of no model.
+            ValueError: it has parameters of no model; ranks attached other parameters or step other ones.
         """
-        if all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if together:
+            for model in self._models:
+                model.reshard()
+                take_in_attached(model)
+        elif self._owns_all(optimizer):
             return
         self.find_parameters()
         for model in self._models:
-            take_in_attached(model)
             replaced = model.replaced
             old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
             states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]
@@ -175,12 +199,15 @@ class Homes:
                 group["params"] = [replaced.current(parameter) for parameter in group["params"]]
             if old:
                 optimizer.state.update(replaced.current_states(states, model.mesh.device))
+        if together:
+            step_alike(optimizer, self._models)
         self._refuse_strangers(optimizer)
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         strangers: dict[int, list[str]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            strangers[number] = [f"{list(p.shape)}" for p in group["params"] if not self.owns(p)]
+            strange = [p for p in group["params"] if not self.owns(p) and id(p) not in self._attached]
+            strangers[number] = [f"{list(p.shape)}" for p in strange]
         count = sum(map(len, strangers.values()))
         if count:
             groups = [f"group {n}: shapes {', '.join(shapes[:3])}" for n, shapes in strangers.items() if shapes]
@@ -298,13 +325,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
             across a tensor or across tensors, with pipeline stages across tensors, or its states are of a kind that
             cannot be saved.
     """
+    meet(f"prepare_optimizer({type(optimizer).__name__})")
     before: Homes | None = getattr(optimizer, "_smp_homes", None)
     if before is not None:
         if set(map(id, before.windows)) != {id(model.window) for model in models}:
             raise ValueError(
                 f"the optimizer ({type(optimizer).__name__}) was prepared for other models; make a new one"
             )
-        settle(optimizer)
+        settle(optimizer, together=True)
         return False
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
@@ -313,7 +341,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
-    homes.take_in(optimizer)
+    homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
         optimizer.require_whole_blocks()
     host = any(model.config.state_offload == "optimizer" for model in models)
@@ -370,14 +398,17 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return parameters if homes is None else homes.stepped(parameters)
 
 
-def settle(optimizer: torch.optim.Optimizer) -> None:
+def settle(optimizer: torch.optim.Optimizer, together: bool = False) -> None:
     """Look at the groups of a prepared optimizer again: whatever was put there since.
 
+    Args:
+        together: as of :meth:`Homes.take_in`.
+
     Raises:
-        ValueError: a parameter of no model.
+        ValueError: a parameter of no model, groups that ranks do not have alike.
     """
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
-    homes.take_in(optimizer)
+    homes.take_in(optimizer, together)
     homes.store_masters()
     homes.give_masters(optimizer)
     if isinstance(optimizer, OnHost):
@@ -403,13 +434,13 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Complete the gradients before weights are stepped: now, or when the closure has run its backward passes."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
-        optimizer._smp_homes.close_windows()
+        optimizer._smp_homes.close_windows(optimizer)
         _before_weights_change(optimizer)
         return None
 
     def closed() -> Any:
         result = closure()
-        optimizer._smp_homes.close_windows()
+        optimizer._smp_homes.close_windows(optimizer)
         _before_weights_change(optimizer)
         return result
 

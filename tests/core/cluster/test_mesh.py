@@ -304,7 +304,7 @@ def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(case: str
         "flags": "number 0 ('weight [4, 4] torch.float32' on rank 0; 'weight [4, 4] torch.float32, frozen' on rank 1)",
         "meta": None,
     }[case]
-    assert first is None or f"the first parameter that differs is {first}" in found[0], found[0]
+    assert first is None or f"the first parameter or buffer that differs is {first}" in found[0], found[0]
     assert ("on the meta device" in found[0]) == (case == "meta")
 
 

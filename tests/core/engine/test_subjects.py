@@ -174,9 +174,6 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("frozen storage", "pipeline stages"): {"knobs": {**FROZEN, **PIPELINE}},
     ("frozen storage", "experts that ranks divide"): {"knobs": {**FROZEN, **EXPERT}},
     ("frozen storage", "models that came sharded"): {"knobs": FROZEN, "given": True},
-    ("router balance", "auxiliary losses of all ranks' tokens (`router_balance='global'`)"): {
-        "knobs": {"router_balance": "global", **PIPELINE}
-    },
     ("router balance", "models that came sharded"): {"knobs": {"router_balance": "global"}, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},

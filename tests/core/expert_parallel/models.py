@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _family(kind: str, **sizes: int) -> nn.Module:
+def _family(kind: str, **sizes: Any) -> nn.Module:
     known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS, **FAMILIES[kind], **sizes}
     config = getattr(transformers, f"{kind}Config")(**known)
     config._attn_implementation = "eager"
@@ -63,6 +63,22 @@ def _family(kind: str, **sizes: int) -> nn.Module:
             if name.endswith(("gate.weight", "router.weight", "router.layer.weight")):
                 parameter.mul_(20.0)  # choices that are no ties
     return model
+
+
+def _to_few(kind: str, chosen: list[int]) -> nn.Module:
+    """A family whose tokens all go to these experts, so that the ranks of others get none."""
+    model = _family(kind)
+    for module in model.modules():
+        if hasattr(module, "num_experts") and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(functools.partial(_choose, chosen))
+    return model
+
+
+def _choose(few: list[int], _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    if len(args) != 3:  # a router
+        return None
+    hidden, chosen, weights = args
+    return hidden, torch.tensor(few).expand(chosen.shape), weights
 
 
 class OwnExperts(nn.Module):
@@ -129,9 +145,9 @@ def written_out(gate_logits: Any, num_experts: int, top_k: int = 2, attention_ma
     return num_experts * ((chosen * weights).sum(0) * (shares * weights).sum(0)).sum() / weights.sum() ** 2
 
 
-def balanced(exact: bool = True) -> nn.Module:
-    """A Mixtral with an auxiliary loss that its gradients are half of."""
-    model: Any = _family("Mixtral")
+def balanced(kind: str = "Mixtral", exact: bool = True, **sizes: Any) -> nn.Module:
+    """A model with an auxiliary loss that its gradients are half of."""
+    model: Any = _family(kind, **sizes)
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
     if exact:
         sys.modules[type(model).__module__].load_balancing_loss_func = written_out  # type: ignore[attr-defined]
@@ -167,15 +183,25 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "frozen words": _frozen_words,
 }
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FEW = {"one expert takes all of": [0, 0], "two experts take all of": [0, 1]}
+SKEWED = {f"{name} {kind}": functools.partial(_to_few, kind, few) for name, few in FEW.items() for kind in FAMILIES}
 ADAPTED = {
     "adapted": functools.partial(adapted, ["q_proj", "v_proj"], []),
     "adapted experts": functools.partial(adapted, ["q_proj"], FUSED),
     "adapted experts only": functools.partial(adapted, [], FUSED),
     "adapted, one expert takes all": _one_adapted,
 }
+LONG_GPT_OSS = {"layer_types": ["full_attention", "sliding_attention"] * 2}
 BALANCED = {
+    "balanced on 4 stages": functools.partial(balanced, num_hidden_layers=4),
+    "balanced Qwen3Moe": functools.partial(balanced, "Qwen3Moe", num_hidden_layers=4, decoder_sparse_step=1),
+    "Qwen3Moe whose last layers are dense": functools.partial(
+        balanced, "Qwen3Moe", num_hidden_layers=4, mlp_only_layers=[2, 3]
+    ),
+    "balanced Olmoe": functools.partial(balanced, "Olmoe", num_hidden_layers=4),
+    "balanced GptOss": functools.partial(balanced, "GptOss", num_hidden_layers=4, **LONG_GPT_OSS),
     "wide experts": _wide,
     "balanced": balanced,
     "balanced in float32": functools.partial(balanced, exact=False),
 }
-MODELS.update({**ADAPTED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
+MODELS.update({**ADAPTED, **SKEWED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})

@@ -13,8 +13,8 @@ from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.expert_parallel import Sums, auxiliary_loss
 from smp_core.topology import Topology
-from tests.core.expert_parallel.cases import BIAS, RATE, Case, assert_like_one_process, plan_of, with_biases
-from tests.core.expert_parallel.models import EXPERTS, OwnModel, written_out
+from tests.core.expert_parallel.cases import BIAS, RATE, Case, assert_like_one_process, with_biases
+from tests.core.expert_parallel.models import EXPERTS, written_out
 from tests.core.tensor_parallel.model_cases import (
     alone,
     build,
@@ -136,8 +136,3 @@ def test_what_has_no_effect_is_refused_and_what_has_is_said() -> None:
     assert f"biases of 1 routers move by {RATE} in a step" in biases
     assert "auxiliary losses of routers over all ranks' tokens" in losses
     assert "router" not in neither
-
-
-def test_losses_over_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="write pipeline_parallel_degree=1, or leave router_balance out"):
-        plan_of(OwnModel(), pipeline_parallel_degree=2, shard_degree=4, router_balance="global")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters  # the compiler's only count of its graphs
 
 from tests.core.expert_parallel.cases import Case, assert_like_one_process, problems
-from tests.core.expert_parallel.models import FAMILIES, OWN
+from tests.core.expert_parallel.models import FAMILIES, FEW, OWN
 from tests.harness import run_ranks
 
 LAYOUTS = ({"shard": 4, "expert": 2}, {"shard": 2, "expert": 2}, {"shard": 4, "expert": 4})
@@ -33,6 +34,26 @@ def test_ten_families_and_ones_own_train_like_one_process() -> None:
     assert_like_one_process(each_on_a_layout((*FAMILIES, *OWN)))
     on_all = [Case(kind, **layout, steps=5) for kind in ("Mixtral", "Qwen3Moe") for layout in LAYOUTS]
     assert_like_one_process(on_all)
+
+
+MATRIX = [
+    (),
+    (("keep_between_micro_batches", "parameters"),),
+    (("activations", "full"),),
+    (("optimizer_shard", "world"),),
+    (("state_offload", "optimizer"),),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_trains_like_one_process_on_all_layouts(kind: str) -> None:
+    """1e-12, as above, also through five steps; and where a rank gets no token, and one expert all."""
+    cases = [Case(kind, **layout, steps=5) for layout in LAYOUTS]
+    for layout, count, knobs in itertools.product(LAYOUTS, (1, 3), MATRIX):
+        cases.append(Case(kind, **layout, micro_batches=count, knobs=knobs))
+    skewed = [Case(f"{few} {kind}", **layout) for few, layout in itertools.product(FEW, LAYOUTS)]
+    assert_like_one_process([*cases, *skewed])
 
 
 KNOBS = [

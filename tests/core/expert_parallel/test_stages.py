@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
@@ -14,9 +15,9 @@ from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.expert_parallel.cases import RATE, Case as WithoutStages, with_biases
 from tests.core.expert_parallel.models import FAMILIES
-from tests.core.expert_parallel.staged import assert_like_one_process
-from tests.core.pipeline.cases import Case, everything, together
-from tests.core.tensor_parallel.model_cases import STEPS, batches, optimizer_of, trained as without_stages
+from tests.core.expert_parallel.staged import assert_like_one_process, problems_of_losses
+from tests.core.pipeline.cases import Case, everything, example_of, of_all_stages, together
+from tests.core.tensor_parallel.model_cases import STEPS, Wide, batches, build, optimizer_of, trained as without_stages
 from tests.harness import run_ranks
 
 EXPERTS, RATED = ("expert_parallel_degree", 2), ("router_bias_update_rate", RATE)
@@ -94,3 +95,90 @@ LAYOUTS = [STAGES, {"shard": 4, "expert": 4}, TENSOR, {"stages": 2, "shard": 2, 
 def test_any_stages_and_tensor_ranks_load_what_others_saved(first: int, tmp_path: Path) -> None:
     layouts = [*LAYOUTS[first:], *LAYOUTS[:first]]
     assert run_ranks(saved_and_loaded, 4, tmp_path, layouts, ranks_per_node=4, timeout=600) == [[]] * 4
+
+
+TWO_STAGES = [
+    Case("balanced on 4 stages", shard=2, micro_batches=2, windows=2, knobs=(EXPERTS,)),
+    Case("balanced Qwen3Moe", shard=2, schedule="interleaved:2", knobs=(("activations", "full"),)),
+    Case("Qwen3Moe whose last layers are dense", shard=2, micro_batches=4, knobs=(EXPERTS,)),
+]
+WORLD = (("reshard_after_forward", False), ("optimizer_shard", "world"))
+TWO_STAGES_SLOW = [
+    Case("balanced Olmoe", shard=2, schedule="gpipe"),
+    Case("balanced GptOss", shard=1, knobs=(("compile", True),)),
+    Case("balanced on 4 stages", shard=2, windows=2, knobs=WORLD),
+]
+FAMILIES_IN_STAGES = ("balanced on 4 stages", "balanced Qwen3Moe", "balanced Olmoe", "balanced GptOss")
+ALONE_IN_DATA = [
+    *(Case(kind, 4) for kind in FAMILIES_IN_STAGES),
+    Case("balanced on 4 stages", knobs=(("tensor_parallel_degree", 2),)),
+    Case("balanced on 4 stages", shard=2, knobs=(("context_parallel_degree", 2),)),
+]
+
+
+@pytest.mark.parametrize(
+    "cases, data_size",
+    [
+        (TWO_STAGES, 2),
+        pytest.param(TWO_STAGES_SLOW, 2, marks=pytest.mark.slow),
+        pytest.param(ALONE_IN_DATA, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_auxiliary_losses_over_stages_are_those_of_one_process(cases: list[Case], data_size: int) -> None:
+    """1e-12: sums in another order, in float64. Loss, gradients of routers and all others, norms, weights."""
+    for found in run_ranks(problems_of_losses, 4, cases, data_size, ranks_per_node=4, timeout=900):
+        assert [line for lines in found for line in lines] == []
+
+
+def padded(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of tokens of which some are padding, unevenly many in each row."""
+    ends = 3 + tokens[:, :1] % 7
+    mask = (torch.arange(tokens.shape[1]) < ends).long()
+    loss: torch.Tensor = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+    return loss
+
+
+def with_padding() -> list[str]:
+    """Gradients of a batch with padding that are further off than 1e-12 from one process, and its loss."""
+    case = Case("balanced on 4 stages", shard=2, micro_batches=1)
+    parallel, tokens = case.parallel(), batches(1)[0, 0]
+    own = tokens.chunk(2)[parallel.mesh.data_rank]
+    assert parallel.pipeline is not None
+    with Wide():
+        (loss,) = parallel.pipeline.train([lambda: padded(parallel.module, own)], lambda loss: loss, 1.0, own) or [None]
+        shared = parallel.pipeline.share(loss)
+    parallel.window.close()
+    dist.all_reduce(shared)
+    expected: Any = example_of(build(case.kind))
+    with Wide():
+        whole = padded(expected, tokens)
+        whole.backward()
+    gradients = {name: p.grad for name, p in parallel.module.named_parameters() if p.grad is not None}
+    seen = {"loss": shared / 4, **of_all_stages(parallel, gradients)}
+    wanted = {"loss": whole.detach(), **{name: p.grad for name, p in expected.named_parameters()}}
+    assert seen.keys() == wanted.keys()
+    return [name for name in seen if not (seen[name] - wanted[name]).abs().max() <= 1e-12]
+
+
+def test_padding_counts_on_no_stage() -> None:
+    """1e-12, as above."""
+    assert run_ranks(with_padding, 4, ranks_per_node=4) == [[]] * 4
+
+
+def asked_for_late() -> str:
+    case = Case("Mixtral", micro_batches=1)
+    parallel, tokens = case.parallel(), batches(1)[0, 0]
+
+    def call() -> torch.Tensor:
+        loss: torch.Tensor = parallel.module(input_ids=tokens, labels=tokens, output_router_logits=True).loss
+        return loss
+
+    assert parallel.pipeline is not None
+    with pytest.raises(ValueError) as error:
+        parallel.pipeline.train([call], lambda loss: loss, 1.0, tokens)
+    return str(error.value)
+
+
+def test_a_loss_that_stages_do_not_expect_is_refused_on_all() -> None:
+    for text in run_ranks(asked_for_late, 2):
+        assert "set model.config.output_router_logits = True before the model is prepared, and not in a call" in text

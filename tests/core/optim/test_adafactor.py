@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,13 +16,14 @@ from smp_core.checkpoint import (
     load_named_optimizer_state,
     named_optimizer_state,
     save_checkpoint,
-    shard_like,
 )
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.optim import Adafactor
 from smp_core.topology import Topology
+from tests.core.optim import stepped_nets
+from tests.core.optim.stepped_nets import Net, net_of, step
 from tests.core.sharding.prepared_runs import whole
 from tests.harness import run_ranks
 
@@ -51,31 +53,12 @@ class Block(nn.Module):
         self.stack = nn.Parameter(torch.randn(5, 4, 6))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-
 def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> Net:
-    torch.manual_seed(seed)
-    return Net().to(dtype)
+    return net_of(Block, seed, dtype)
 
 
 def parallel_net(seed: int = 0, dtype: torch.dtype = torch.float64, **knobs: Any) -> ParallelModel:
-    return parallelize(net(seed, dtype), SmpConfig(units=["Block"], **knobs), topology=Topology.discover())
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step with gradients that every process draws alike; some parameters have none in some steps."""
-    generator = torch.Generator().manual_seed(number)
-    optimizer.zero_grad()
-    for place, parameter in enumerate(model.parameters()):
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 10.0 ** -(place % 4)
-        if (place + number) % 5:
-            parameter.grad = shard_like(parameter, gradient.to(parameter.dtype))
-    optimizer.step()
+    return stepped_nets.parallel(net(seed, dtype), **knobs)
 
 
 def alone(steps: int, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
@@ -107,6 +90,47 @@ def at_degrees(options: dict[str, Any]) -> list[float]:
 def test_every_degree_has_the_numbers_of_torchs_in_one_process(options: dict[str, Any]) -> None:
     for seen in run_ranks(at_degrees, WORLD, options, ranks_per_node=2):
         assert len(seen) == 3 and max(seen) <= EXACT
+
+
+class Parts(nn.Module):
+    """Layers of which a call leaves some out, and one that none calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.some = nn.Linear(6, 10, dtype=torch.float64), nn.Linear(6, 10, dtype=torch.float64)
+        self.never = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, calls_some: bool) -> torch.Tensor:
+        y = self.always(x)
+        return (y + self.some(x) if calls_some else y).square().mean()
+
+
+def in_parts(degree: int | None) -> dict[str, torch.Tensor]:
+    """Train four steps; in each of the first three another rank alone calls a layer, and in the last one no rank."""
+    torch.manual_seed(0)
+    model: Any = Parts()
+    optimizer: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1)
+    ranks = list(range(WORLD))
+    if degree is not None:
+        parallel = parallelize(model, SmpConfig(shard_degree=degree), topology=Topology.discover())
+        optimizer, ranks = Adafactor(model.parameters(), lr=0.05, weight_decay=0.1), [dist.get_rank()]
+        parallel.prepare_optimizer(optimizer)
+    for number in range(4):
+        optimizer.zero_grad()
+        for rank in ranks:
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+            (model(x, number < 3 and rank == number) / len(ranks)).backward()
+        optimizer.step()
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_gradients_that_one_rank_has_or_none_are_stepped_as_in_one_process(degree: int) -> None:
+    expected = in_parts(None)
+    for seen in run_ranks(in_parts, WORLD, degree, ranks_per_node=2):
+        for name, value in expected.items():
+            assert (seen[name] - value).abs().max() <= EXACT, name
 
 
 def half_precision() -> float:

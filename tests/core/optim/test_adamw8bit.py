@@ -25,7 +25,6 @@ from smp_core.checkpoint import (
     load_named_optimizer_state,
     named_optimizer_state,
     save_checkpoint,
-    shard_like,
 )
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
@@ -35,6 +34,8 @@ from smp_core.sharding.optimizer.kinds import refuse_unsaveable
 from smp_core.topology import Topology
 from tests.core.expert_parallel.cases import beside_experts
 from tests.core.gpt import SmallGpt
+from tests.core.optim import stepped_nets
+from tests.core.optim.stepped_nets import Net, net_of, step
 from tests.core.sharding.prepared_runs import whole
 from tests.harness import run_ranks
 
@@ -52,16 +53,8 @@ class Block(nn.Module):
         self.stack, self.short = nn.Parameter(torch.randn(5, 7, 270)), nn.Parameter(torch.randn(40, 5))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-
 def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(seed)
-    return Net().to(dtype)
+    return net_of(Block, seed, dtype)
 
 
 def adamw8bit(model: nn.Module, **options: Any) -> AdamW8bit:
@@ -69,18 +62,7 @@ def adamw8bit(model: nn.Module, **options: Any) -> AdamW8bit:
 
 
 def parallel_net(dtype: torch.dtype = torch.float32, seed: int = 0, **knobs: Any) -> ParallelModel:
-    return parallelize(net(seed, dtype), SmpConfig(units=["Block"], **knobs), topology=Topology.discover())
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step with gradients that every process draws alike; some parameters have none in some steps."""
-    generator = torch.Generator().manual_seed(number)
-    optimizer.zero_grad()
-    for place, parameter in enumerate(model.parameters()):
-        gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** -(place % 4)
-        if (place + number) % 5:
-            parameter.grad = shard_like(parameter, gradient.to(parameter.dtype))
-    optimizer.step()
+    return stepped_nets.parallel(net(seed, dtype), **knobs)
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

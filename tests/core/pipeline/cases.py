@@ -17,13 +17,23 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean, weighted_mean
 from smp_core.engine.averaging import ShardedAverage
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.weights.delayed_tensors import Slot
-from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, full, loss_of, optimizer_of, own_loss
+from tests.core.tensor_parallel.model_cases import (
+    Training,
+    Wide,
+    batches,
+    build,
+    full,
+    loss_of,
+    optimizer_of,
+    own_loss,
+    wide_when_computed_again,
+)
 from tests.core.tensor_parallel.models import STEPS, TOKENS
 
 
@@ -82,7 +92,11 @@ def pair_loss(model: Any, split: SplitBatch) -> torch.Tensor:
     """The mean over this rank's targets."""
     tokens, targets = split.batch
     output = model(tokens)
-    return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), targets.flatten())
+    loss = F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), targets.flatten())
+    if getattr(output, "aux_loss", None) is None:
+        return loss
+    # The mean over ranks is that of all tokens already, whatever targets each rank has.
+    return weighted_mean(loss) + model.router_aux_loss_coef * output.aux_loss
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,8 @@ class Case:
     def parallel(self, device: torch.device | None = None) -> ParallelModel:
         keeps_loss = not dict(self.knobs).keys().isdisjoint({"chunked_cross_entropy", "tensor_parallel_degree"})
         model = example_of(build(self.kind, seed=dist.get_rank(), delayed=self.is_delayed), keeps_loss)
+        if "activations" in dict(self.knobs):
+            model = wide_when_computed_again(model)
         recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
         knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
         config = SmpConfig(**{**knobs, **dict(self.knobs)})
@@ -132,7 +148,8 @@ class Case:
         scale = 1 / self.micro_batches / self.windows
         losses = parallel.pipeline.train(calls, part_of_mean, scale, tokens, within)
         if parallel.context is not None:
-            losses = [loss * split.weight for loss, split in zip(losses, splits, strict=False)]
+            pairs = zip(losses, splits, strict=False)
+            losses = [loss if split.weighted else loss * split.weight for loss, split in pairs]
         mean = parallel.pipeline.share(torch.stack(losses).detach().mean() if losses else None)
         dist.all_reduce(mean)
         return mean / dist.get_world_size() / self.windows

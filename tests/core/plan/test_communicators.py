@@ -76,5 +76,12 @@ def test_a_layout_takes_as_many_communicators_as_was_decided(
         parallel = parallelize(Model(), SmpConfig(**knobs), topology=topology)
         assert parallel.mesh.communicators == expected
         assert communicators(parallel.plan) == expected
+        assert _made() == expected
     finally:
         dist.destroy_process_group()
+
+
+def _made() -> list[int]:
+    """Return the ranks of every group that torch knows of with rank 0 and others in it; no public name lists them."""
+    groups = dist.distributed_c10d._world.pg_group_ranks.values()
+    return sorted(len(ranks) for ranks in groups if 0 in ranks and len(ranks) > 1)

@@ -3,6 +3,7 @@ train as in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
+from smp_core.optim import Adafactor
+from smp_core.sharding.gradients import RanksDiverged
 from smp_core.topology import Topology
 from tests.core.sharding.frozen_runs import with_decoded_base
 from tests.harness import run_ranks
@@ -33,7 +36,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base(x)
-        return (y if not hasattr(self, "adapter") else y + self.adapter(x) - 2 * self.other(x)).tanh()
+        for number, name in enumerate(sorted(name for name, _ in self.named_children())):
+            y = y if name == "base" else y + (1 - 3 * number) * self.get_submodule(name)(x)
+        return y.tanh()
 
 
 class Net(nn.Module):
@@ -52,12 +57,18 @@ def net() -> Net:
     return Net().double().requires_grad_(False)
 
 
-def attach(model: Any, seed: int, width: int = 2, swapped: bool = False) -> None:
+def attach(
+    model: Any, seed: int, width: int = 2, swapped: bool = False, names: Sequence[str] = ("adapter", "other")
+) -> None:
     """Attach two adapters to each block, of other values for each seed."""
     torch.manual_seed(seed)
     for block in model.blocks:
-        for name in ("other", "adapter") if swapped else ("adapter", "other"):
+        for name in names[::-1] if swapped else names:
             setattr(block, name, nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).double())
+
+
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to_local() if isinstance(value, DTensor) else value.detach()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> None:
@@ -128,17 +139,81 @@ def test_adapters_train_like_one_process_whenever_they_are_attached(order: str, 
         assert seen <= EXACT
 
 
-def others_on_a_rank() -> str:
-    parallel = parallelize(net(), SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
-    attach(parallel.module, 0, width=2 + dist.get_rank() // 3)
-    with pytest.raises(ValueError) as caught:
-        parallel.prepare_optimizer(adamw(parallel.module))
-    return str(caught.value)
+def listed_otherwise() -> float:
+    """Adafactor adds up numbers of all parameters in one message, in the order in which they are listed."""
+    rank, model = dist.get_rank(), net()
+    attach(model, rank)
+    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=4), topology=Topology.discover())
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = Adafactor(trained[::-1] if rank % 2 else trained)
+    parallel.prepare_optimizer(optimizer)
+    train(model, optimizer, [rank])
+    expected = net()
+    attach(expected, 0)
+    theirs = torch.optim.Adafactor([each for each in expected.parameters() if each.requires_grad])
+    train(expected, theirs, list(range(WORLD)))
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max((value.full_tensor() - other).abs().max().item() for value, other in pairs)
 
 
-def test_other_adapters_on_a_rank_are_refused_on_all_ranks() -> None:
-    for seen in run_ranks(others_on_a_rank, WORLD, ranks_per_node=2):
-        assert "ranks 0 and 3 attached different parameters to the model: blocks.0.adapter.0.bias" in seen
+def test_an_optimizer_that_lists_parameters_in_another_order_on_some_ranks_is_exact() -> None:
+    assert max(run_ranks(listed_otherwise, WORLD, ranks_per_node=2)) <= EXACT
+
+
+def others_on_a_rank(case: str) -> str:
+    """Return what is said on this rank, of four, of which one does something else."""
+    rank = dist.get_rank()
+    model = net()
+    attach(model, 0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
+    optimizer = adamw(model)
+    parallel.prepare_optimizer(optimizer)
+    train(model, optimizer, [rank])
+    if "nothing else" in case:
+        model.requires_grad_(False)
+    before = {name: own_part(value).clone() for name, value in model.named_parameters()}
+    late = [f"late{rank}"] if case == "of other names" else ["late"] * (rank == 2 or "on one" not in case)
+    for name in late:
+        attach(model, 0, 2 + (rank == 2 and case == "of another shape"), names=[name])
+    attached = [value for name, value in model.named_parameters() if "late" in name]
+    try:
+        if case.endswith("in a group there"):
+            optimizer.param_groups[0]["params"] += attached
+        elif case == "attached on one rank, in a new group":
+            optimizer.add_param_group({"params": attached})
+        elif case == "of one rank's optimizer":
+            parallel.prepare_optimizer(torch.optim.AdamW(attached[: 2 + (rank == 2)]))
+        elif case == "in another group at one rank":
+            groups = [{"params": attached[:1]}, {"params": attached[1:]}]
+            parallel.prepare_optimizer(torch.optim.AdamW(groups[:: -1 if rank == 2 else 1]))
+        elif case in ("of another shape", "of other names"):
+            parallel.prepare_optimizer(torch.optim.AdamW(attached))
+        train(model, optimizer, [rank])
+    except (ValueError, RanksDiverged) as error:
+        assert all(torch.equal(own_part(model.get_parameter(name)), value) for name, value in before.items())
+        return str(error)
+    return ""
+
+
+ELSEWHERE = {
+    "attached on one rank, in no optimizer": "only on rank 2 'blocks.0.late.0.bias' was attached",
+    "attached on one rank, in a group there": "only on rank 2 'blocks.0.late.0.bias' was attached",
+    "attached on all, where nothing else is trained, in a group there": "blocks.0.late.0.bias was attached to",
+    "attached on one rank, in a new group": "ranks 0 and 2 attached different parameters to the model: blocks.0.late.0",
+    "attached on all, in no optimizer": "blocks.0.late.0.bias was attached to the model after it was sharded, and is",
+    "of one rank's optimizer": "(AdamW) steps blocks.0.late.1.weight in group 0 on rank 2 and not on rank 0",
+    "in another group at one rank": "(AdamW) steps blocks.0.late.0.bias in group 0 on rank 2 and not on rank 0",
+    "of another shape": "ranks 0 and 2 attached different parameters to the model: blocks.0.late.0.bias",
+    "of other names": "ranks 0 and 1 attached different parameters to the model: blocks.0.late0.0.bias",
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_what_one_rank_does_otherwise_is_refused_on_all_ranks(case: str) -> None:
+    for seen in run_ranks(others_on_a_rank, WORLD, case, ranks_per_node=2):
+        assert ELSEWHERE[case] in seen and "on all ranks" in seen
 
 
 def saved_and_loaded(folder: Any) -> list[bool]:

@@ -24,7 +24,7 @@ from smp_core.entry import parallelize
 from smp_core.sharding.gradients import received_gradients
 from smp_core.sharding.gradients.divergence import RanksDiverged, leave_to_device
 from smp_core.torch_facts import streams
-from smp_core.watch import RankWatch, rank_watch
+from smp_core.watch import RankWatch, compared_windows
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.harness import run_ranks
 
@@ -228,7 +228,7 @@ def stopped_beside_silent_rank() -> tuple[str | None, str | None]:
     watching = RankWatch.start(interval=0.1)
     assert watching is not None
     found = None
-    with mock.patch.object(rank_watch, "_TELLING", 1_000_000), contextlib.redirect_stderr(io.StringIO()):
+    with mock.patch.object(compared_windows, "_TELLING", 1_000_000), contextlib.redirect_stderr(io.StringIO()):
         nothing = watching.report(DEVICE_STOPPED)
         watching.begin_run("fit()")
         issued = IssuedCollectives([dist.get_rank()])

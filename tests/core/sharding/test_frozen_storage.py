@@ -106,7 +106,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512, bias=False)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.ones(4))
         self.blocks.requires_grad_(False)
 
@@ -116,7 +118,7 @@ class Wide(nn.Module):
         return (x * self.scale[0]).square().mean()
 
 
-ELEMENTS = 2 * 512 * 512
+ELEMENTS = 4 * 512 * 512
 # As docs/low-bit-bases.md says; float32 has 4.
 BYTES = {"int8": 1.01, "int4": 0.53}
 
@@ -139,6 +141,33 @@ def figures(name: str) -> list[float]:
 def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
     for seen in run_ranks(figures, 2, name):
         assert seen == pytest.approx([BYTES[name]] * 4, rel=0.03)
+
+
+def beside_decoded(name: str, checkpoint: str) -> list[float]:
+    """Bytes an element between forward and backward, of gathered codes and of decoded weights, in two steps."""
+    asked = {"units": ["Sequential"], "reshard_after_forward": False, "activations": checkpoint}
+    parallel = parallelize(
+        Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover()
+    )
+    members = [member for unit in parallel.units if unit.group is not None for member in unit.group.members]
+
+    def held() -> list[float]:
+        codes = sum(each.untyped_storage().nbytes() for member in members for each in member.all_gather_outputs)
+        return [each / ELEMENTS for each in (codes, sum(unit.gathered_bytes() for unit in parallel.units))]
+
+    found = []
+    for _ in range(2):  # the first gather makes what later ones fill
+        loss = parallel.module(torch.randn(2, 512))
+        found += held()
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_gathered_codes_do_not_stay_beside_decoded_weights(checkpoint: str) -> None:
+    """But for the trained scale's few bytes."""
+    for seen in run_ranks(beside_decoded, 2, "int8", checkpoint):
+        assert seen == pytest.approx([0.0, 4.0] * 2, abs=1e-3)
 
 
 # Checkpoints
