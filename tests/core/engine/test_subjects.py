@@ -16,7 +16,7 @@ from torch import nn
 
 from smp_core.config import Clash, SmpConfig
 from smp_core.engine.decide import decide
-from smp_core.engine.subjects import SUBJECTS
+from smp_core.engine.subjects import SUBJECTS, lines_of_subjects
 from smp_core.fp8.rules import FP8
 from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.plan import GivenSharding, Plan
@@ -223,6 +223,18 @@ def test_what_is_not_in_the_table_is_not_refused() -> None:
     plan = plan_of(together)
     assert {axis: attrgetter(axis)(plan.layout) for axis in ("tensor", "context")} == {"tensor": 2, "context": 2}
     assert plan.activations.checkpointed and plan.knobs.fp8 is not None
+
+
+def test_a_subject_that_is_off_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for subject in SUBJECTS:
+        if subject.optional:
+            monkeypatch.setattr(type(subject), "settle", lambda self, draft: asked.append(self.name))
+            monkeypatch.setattr(type(subject), "describe", lambda self, plan, made: asked.append(self.name) or [])
+    lines_of_subjects(plan_of({}))
+    assert asked == []
+    lines_of_subjects(plan_of(TENSOR))
+    assert asked == ["tensor parallelism"] * 2
 
 
 @pytest.mark.parametrize(("capability", "state"), [((9, 0), "ok"), ((8, 0), "note")])
