@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
+from lightning_smp.loader_places import places_of_loaders
 from lightning_smp.resume import random_of_rank
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
@@ -103,7 +104,7 @@ def save(
     options: dict[str, Any] = {
         "metadata": _facts(strategy, checkpoint),
         "extra_files": _model_files(inner),
-        "per_rank": _own_part(strategy) if _can_resume(checkpoint) else None,
+        "per_rank": _own_part(strategy, checkpoint) if _can_resume(checkpoint) else None,
     }
     with in_lightning_words():
         if behind_training is None:
@@ -118,7 +119,9 @@ def save_in_memory(strategy: SteppingStrategy, checkpoint: dict[str, Any], tier:
     # An average changes when it is taken, not when an optimizer steps.
     later = () if CURRENT_MODEL in checkpoint else ("state_dict.", "optimizer_states.")
     with in_lightning_words():
-        tier.save(state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy), later)
+        tier.save(
+            state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy, checkpoint), later
+        )
 
 
 def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -130,16 +133,18 @@ def _can_resume(checkpoint: dict[str, Any]) -> bool:
     return "optimizer_states" in checkpoint  # not of ModelCheckpoint(save_weights_only=True)
 
 
-def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
+def _own_part(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's random states, and the places of its training data loaders that keep one."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     start = None if strategy.open_window is None else strategy.open_window.random
-    return random_of_rank(trainer, start or strategy.before_validation.random_states(trainer))
+    own = random_of_rank(trainer, start or strategy.before_validation.random_states(trainer))
+    return {**own, "loaders": places_of_loaders(checkpoint)}
 
 
 def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
-        checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy))
+        checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy, checkpoint))
         if strategy.config.compression.error_feedback and strategy.is_global_zero:
             logger.warning(
                 "%s: one whole file has no place for each rank's remainders of compression.error_feedback", path

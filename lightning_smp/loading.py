@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
 from lightning_smp.exception_saves import exception_checkpoints
+from lightning_smp.loader_places import places_of_loaders
 from lightning_smp.memory import PLACE, KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
@@ -198,7 +199,17 @@ class Loading:
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
         in_window = "smp_window" in checkpoint
-        loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+        loaders = places_of_loaders(checkpoint)
+        of_ranks = [part.get("loaders", loaders) for part in parts]
+        if len(parts) == world:
+            loaders = of_ranks[rank]
+        elif rank == 0 and len(set(map(repr, of_ranks))) > 1:
+            logger.warning(
+                "each of %d ranks saved a place of its own in the training data; here are %d, and all begin at "
+                "rank 0's: some samples may be seen twice, others not at all",
+                len(parts),
+                world,
+            )
         return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window, loaders)
 
 

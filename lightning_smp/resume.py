@@ -20,7 +20,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -29,6 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_smp.dealt import DealtLoader
 from lightning_smp.due_validation import begins_with_it
+from lightning_smp.loader_places import KeepsPlace
 from smp_core.checkpoint import set_random_state
 from smp_core.checkpoint.random_state import random_state
 from smp_core.watch import JoinedLoader
@@ -36,15 +37,6 @@ from smp_core.watch import JoinedLoader
 logger = logging.getLogger("smp")
 
 _COUNTERS = ("ready", "started", "processed", "completed")
-
-
-@runtime_checkable
-class _KeepsPlace(Protocol):
-    """A data loader whose state is its place, as Lightning finds it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -345,7 +337,7 @@ class Resume:
         fetcher = trainer.fit_loop._data_fetcher
         if fetcher is None:
             return
-        keeping = [loader for loader in loaders if isinstance(loader, _KeepsPlace)]
+        keeping = [loader for loader in loaders if isinstance(loader, KeepsPlace)]
         self._tell_places(keeping)
         others = [loader for loader in loaders if loader not in keeping]
         samplers = [sampler for loader in others if (sampler := sampler_of(loader)) is not None]
@@ -358,7 +350,7 @@ class Resume:
         if at_epoch_start and self.random is not None:
             self._hold_until_fetched(others, samplers)
 
-    def _tell_places(self, keeping: list[_KeepsPlace]) -> None:
+    def _tell_places(self, keeping: list[KeepsPlace]) -> None:
         """Tell loaders the places that they keep. Lightning does where it sets up data, which may have been before the
         checkpoint was loaded: for ``configure_optimizers``, where that reads ``trainer.estimated_stepping_batches``.
 
@@ -373,7 +365,7 @@ class Resume:
         for loader, state in zip(keeping, self.loader_states, strict=False):
             loader.load_state_dict(copy.deepcopy(state))
 
-    def _drop(self, fetcher: Any, loaders: list[Any], batches: int, keeping: list[_KeepsPlace]) -> None:
+    def _drop(self, fetcher: Any, loaders: list[Any], batches: int, keeping: list[KeepsPlace]) -> None:
         """Read up to the place."""
         if keeping:
             logger.warning(

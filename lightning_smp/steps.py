@@ -27,6 +27,7 @@ from lightning_smp.batches import require_equal_evaluation
 from lightning_smp.dealt import DealtLoader, read_alike
 from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.evaluation import Evaluations, deal
+from lightning_smp.loader_places import tell_place_of_training
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
@@ -221,6 +222,7 @@ class SteppingStrategy(ProcessGroupStrategy):
                 deal(dataloader, *deals_as)
             return self.evaluations.process(dataloader)
         place_sampler(dataloader)
+        tell_place_of_training(dataloader)
         if isinstance(dataloader, JoinedLoader):
             dataloader.meet()
         return dataloader

@@ -39,11 +39,12 @@ from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.evaluation import Evaluations
 from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
+from lightning_smp.loader_places import begin_batch
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
-from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state
+from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, training_loaders
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
@@ -265,6 +266,8 @@ class SmpShardedStrategy(SteppingStrategy):
             self.resume = None
         if self.joined is not None:
             self.joined.begin_batch()
+        for loader in training_loaders(self._trainer):
+            begin_batch(loader)
         if not self.window.is_open:
             self._window_start = WindowStart.here(self._trainer, self._loaders)
 
