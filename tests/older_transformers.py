@@ -14,6 +14,9 @@ from accelerate_smp.transformers_names import SMOOTHS_BY_COUNT
 # Experts one after the other; Transformers 4 has no other way.
 EAGER_EXPERTS = {"experts_implementation": "eager"} if hasattr(PreTrainedModel, "set_experts_implementation") else {}
 
+needs_experts_choice = pytest.mark.skipif(
+    not EAGER_EXPERTS, reason="this Transformers has one kind of experts' products"
+)
 needs_sharding = pytest.mark.skipif(
     "fsdp_size" not in DistributedConfig.__dataclass_fields__, reason="this Transformers does not shard models"
 )

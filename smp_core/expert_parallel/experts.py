@@ -35,6 +35,9 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     Args:
         model: its experts hold the same values on all ranks, or are on meta.
 
+    Raises:
+        ValueError: experts that cannot be computed on several ranks, with what to write.
+
     Returns:
         the ranks that hold parts of the same experts, by the name of each unit of experts, which is sharded over them.
     """
@@ -47,6 +50,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
         _require_whole_tokens(module, site.name, mesh)
+        _require_products(module, site.name)
         for name, whole in list(module.named_parameters(recurse=False)):
             dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
             dealt.__dict__.update(whole.__dict__)
@@ -71,6 +75,18 @@ def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
             f"ranks, which have different tokens; write the role 'experts' for it, or 'whole' for the module around it "
             f"(tensor_parallel={{'plan': {{'*.{name.rpartition('.')[2]}': 'experts'}}}}), or "
             "tensor_parallel={'sequence_parallel': false}"
+        )
+
+
+def _require_products(module: Any, name: str) -> None:
+    """Refuse float64 experts whose products are torch's grouped ones. (Transformers' choice of products has no public
+    name to be read by: ``_experts_implementation``.)"""
+    products = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    is_wide = any(parameter.dtype == torch.float64 for parameter in module.parameters(recurse=False))
+    if is_wide and products == "grouped_mm":
+        raise ValueError(
+            f"{name} is of float64, which torch's grouped products do not take (experts_implementation='grouped_mm'); "
+            "call model.set_experts_implementation('eager'), or train in float32 or bfloat16"
         )
 
 

@@ -16,7 +16,7 @@ from tests.core.expert_parallel.cases import plan_of
 from tests.core.expert_parallel.models import OwnExperts, OwnModel, adapted
 from tests.core.tensor_parallel.model_cases import build
 from tests.harness import run_ranks
-from tests.older_transformers import needs_sharding
+from tests.older_transformers import needs_experts_choice, needs_sharding
 
 
 class Dbrx(nn.Module):
@@ -121,6 +121,21 @@ def test_adapters_of_experts_are_refused_with_what_to_write(knobs: dict[str, Any
         model.merge_adapter()
     with pytest.raises(ValueError, match=f"adapters of MixtralExperts .*{message}.*write expert_parallel_degree=1"):
         plan_of(model, **{"expert_parallel_degree": 2, **knobs})
+
+
+def in_grouped_products() -> str:
+    model: Any = build("Mixtral")
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError) as error:
+        parallelize(model, SmpConfig(shard_degree=2, expert_parallel_degree=2), device="cpu")
+    return str(error.value)
+
+
+@needs_experts_choice
+def test_grouped_products_of_float64_are_refused_with_what_to_call() -> None:
+    for said in run_ranks(in_grouped_products, 2, timeout=120):
+        assert "layers.0.mlp.experts is of float64" in said
+        assert "call model.set_experts_implementation('eager')" in said
 
 
 def split_by_transformers(folder: Path) -> str:
