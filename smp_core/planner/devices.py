@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+_Row = TypeVar("_Row")
 
 # Dense bfloat16 tensor-core peaks in TFLOPS, by the words of `torch.cuda.get_device_name()`; the first row whose words
 # are all there counts.
@@ -208,13 +212,8 @@ def device_of(name: str) -> Device:
     Raises:
         ValueError: it is not in the table; names the nearest one, all others, and how to describe one's own.
     """
-    found = DEVICES.get(_ALSO.get(name.lower(), name.lower()))
-    if found is None:
-        raise ValueError(
-            f"unknown device {name!r}{_meant(name, DEVICES)}. Known: {', '.join(DEVICES)}. Describe another one in a "
-            "YAML file (docs/planning.md)"
-        )
-    return found
+    known = _ALSO.get(name.lower(), name.lower())
+    return _of_table(known, name, DEVICES, "device", ". Describe another one in a YAML file (docs/planning.md)")
 
 
 def machine_of(name: str) -> Machine:
@@ -223,12 +222,16 @@ def machine_of(name: str) -> Machine:
     Raises:
         ValueError: it is not in the table.
     """
-    found = MACHINES.get(name.lower())
-    if found is None:
-        raise ValueError(f"unknown kind of node {name!r}{_meant(name, MACHINES)}. Known: {', '.join(MACHINES)}")
-    return found
+    return _of_table(name.lower(), name, MACHINES, "kind of node")
 
 
-def _meant(name: str, known: dict[str, Device] | dict[str, Machine]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question after the nearest of the known names, for errors; "": none is near."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _of_table(key: str, name: str, table: Mapping[str, _Row], what: str, or_else: str = "") -> _Row:
+    if key not in table:
+        raise ValueError(f"unknown {what} {name!r}{meant(name, table)}. Known: {', '.join(table)}{or_else}")
+    return table[key]

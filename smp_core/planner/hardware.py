@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,12 @@ class Hardware:
             self.measured,
         )
 
-    def links(self, fitted: Fitted | None = None) -> Links:
-        """Return latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
+    @cached_property
+    def links(self) -> Links:
+        """Latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
         if self.measured is not None:
             return self.measured
-        fitted = fitted or self.fitted
-        k, m = self.ranks_per_node, self.nodes
+        fitted, k, m = self.fitted, self.ranks_per_node, self.nodes
         inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
         node_bytes = max(self.gbit, 1e-3) * 1e9 / 8
         of_node = node_bytes * fitted.network
@@ -133,14 +134,14 @@ class Hardware:
             measured_with="data sheets",
         )
 
-    def slowed(self, nodes: int, fitted: Fitted) -> float:
+    def slowed(self, nodes: int) -> float:
         """Return how many times longer the bytes of a collective over so many nodes take than those of one over two.
 
         Measured links are taken as they are.
         """
         if not self.first_efa or self.measured is not None:
             return 1.0
-        return float(max(nodes / 2, 1.0) ** fitted.falls)
+        return float(max(nodes / 2, 1.0) ** self.fitted.falls)
 
     def with_price(self, price: float) -> Hardware:
         """Return the same at another price of a node for an hour.

@@ -211,7 +211,7 @@ class SearchSpace:
     def _schedules(self, stages: int) -> list[str]:
         if "schedule" in self.pipeline:
             return [self.pipeline["schedule"]]
-        between, tokens = self.hardware.links().inter, self.workload.sequence
+        between, tokens = self.hardware.links.inter, self.workload.sequence
         message = self.trace.block["full"].at(1, tokens).kept
         of_block, _ = computed_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens)
         computing = of_block * self.trace.blocks / stages

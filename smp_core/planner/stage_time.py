@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from smp_core.cluster import Links
 from smp_core.plan import Plan, chunks_of, computations
-from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart
@@ -76,13 +74,7 @@ class _OfSize:
 
 
 def step_model(
-    plan: Plan,
-    trace: ModelTrace,
-    hardware: Hardware,
-    links: Links,
-    tokens: int,
-    fitted: Fitted = FITTED,
-    shared: dict[Any, Any] | None = None,
+    plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
 ) -> StepModel:
     """Return the times of a plan, with pipeline stages or without.
 
@@ -91,8 +83,8 @@ def step_model(
         shared: as of :class:`StagedModel`.
     """
     if plan.stages is None:
-        return StepModel(plan, trace, hardware, links, tokens, fitted)
-    return StagedModel(plan, trace, hardware, links, tokens, fitted, shared)
+        return StepModel(plan, trace, hardware, tokens)
+    return StagedModel(plan, trace, hardware, tokens, shared)
 
 
 class StagedModel(StepModel):
@@ -103,16 +95,9 @@ class StagedModel(StepModel):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        trace: ModelTrace,
-        hardware: Hardware,
-        links: Links,
-        tokens: int,
-        fitted: Fitted = FITTED,
-        shared: dict[Any, Any] | None = None,
+        self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
     ) -> None:
-        super().__init__(plan, trace, hardware, links, tokens, fitted)
+        super().__init__(plan, trace, hardware, tokens)
         self._shared = {} if shared is None else shared
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
@@ -267,8 +252,7 @@ class StagedModel(StepModel):
         before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
         behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
         degree = self.trace.rest_degree(self.plan.layout.tensor)
-        device, fitted = self.hardware.device, self.fitted
-        early = [computing_seconds(before, phase, degree, device, fitted) for phase in ("forward", "backward")]
+        early = [computing_seconds(before, phase, degree, self.hardware) for phase in ("forward", "backward")]
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again

@@ -12,15 +12,12 @@ The constants are in :mod:`smp_core.planner.fitted`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from smp_core.cluster import Collectives, Kind, Links
+from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
-from smp_core.planner.devices import Device
 from smp_core.planner.expert_bytes import count_bytes, dealt_elements, expert_degree, row_bytes
-from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
@@ -64,13 +61,12 @@ class StepTime:
 _COUNTED = ("products", "attention", "moved", "experts", "weights")
 
 
-def computing_seconds(
-    figures: Figures, phase: str, tensor: int, device: Device, fitted: Fitted = FITTED, context: int = 1
-) -> float:
+def computing_seconds(figures: Figures, phase: str, tensor: int, hardware: Hardware, context: int = 1) -> float:
     """Return the seconds of "forward" or "backward" of what ``tensor`` ranks share: products, attention (the queries of
     one context rank meet the keys of all), bytes moved by other operators, and grouped products, which take at least
     the reading of all experts' matrices."""
     products, attention, moved, experts, weights = (getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED)
+    device, fitted = hardware.device, hardware.fitted
     of_products = device.flops * fitted.products_of(device.name)
     of_attention = device.flops * fitted.attention_of(device.name)
     bandwidth = device.hbm * fitted.moving
@@ -90,22 +86,19 @@ def computed_seconds(
 ) -> tuple[float, float]:
     """Return the seconds that a block, whose experts are dealt to so many ranks, computes forward and backward, and
     what is left of the model, at the least."""
-    device, fitted = hardware.device, hardware.fitted
     block = trace.block[mode].at(micro_batch, held).of_experts_over(experts)
     rest = trace.rest[mode].at(micro_batch, held)
     degree = trace.rest_degree(tensor)
-    of_rest = [computing_seconds(rest, phase, degree, device, fitted) for phase in ("forward", "backward")]
-    return sum(pass_seconds(block, tensor, context, device, fitted)), sum(of_rest)
+    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in ("forward", "backward")]
+    return sum(pass_seconds(block, tensor, context, hardware)), sum(of_rest)
 
 
-def pass_seconds(
-    figures: Figures, tensor: int, context: int, device: Device, fitted: Fitted = FITTED
-) -> tuple[float, float]:
+def pass_seconds(figures: Figures, tensor: int, context: int, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
-    forward, backward = (
-        computing_seconds(figures, phase, tensor, device, fitted, context) for phase in ("forward", "backward")
-    )
-    return max(forward, fitted.launching), max(backward, fitted.launching)
+    least = hardware.fitted.launching
+    forward = computing_seconds(figures, "forward", tensor, hardware, context)
+    backward = computing_seconds(figures, "backward", tensor, hardware, context)
+    return max(forward, least), max(backward, least)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -120,12 +113,10 @@ class StepModel:
         tokens: of a whole sequence.
     """
 
-    def __init__(
-        self, plan: Plan, trace: ModelTrace, hardware: Hardware, links: Links, tokens: int, fitted: Fitted = FITTED
-    ) -> None:
-        self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
-        self.mode = recomputation(plan)
-        self.collectives = _GroupCollectives(plan, links, lambda nodes: hardware.slowed(nodes, fitted))
+    def __init__(self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int) -> None:
+        self.plan, self.trace, self.hardware, self.tokens = plan, trace, hardware, tokens
+        self.fitted, self.mode = hardware.fitted, recomputation(plan)
+        self.collectives = _GroupCollectives(plan, hardware)
         first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
@@ -178,7 +169,7 @@ class StepModel:
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
         """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
-        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware.device, self.fitted)
+        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware)
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
@@ -256,17 +247,13 @@ def _places(count: int) -> list[tuple[str, int]]:
 
 
 class _GroupCollectives:
-    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links.
+    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links."""
 
-    Args:
-        slowed: nodes of a group -> how many times longer its bytes between nodes take.
-    """
-
-    def __init__(self, plan: Plan, links: Links, slowed: Callable[[int], float]) -> None:
-        self.slowed = slowed
-        self.layout, self.links = plan.layout, links
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        self.slowed, self.links = hardware.slowed, hardware.links
+        self.layout = plan.layout
         self.degree = plan.shard_degree
-        self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
+        self.per_node = max(self.links.ranks_per_node // plan.layout.tensor, 1)
         self.in_stages = plan.hierarchical
         self.scatters = plan.knobs.optimizer_shard == "world"
         self.experts = expert_degree(plan)
