@@ -153,7 +153,8 @@ class Topology:
 
     def spans_nodes(self, ranks: Iterable[int]) -> bool:
         """Return whether the ranks are on more than one node."""
-        return len({self.node_of(rank) for rank in ranks}) > 1
+        held = tuple(ranks)  # numbered node by node
+        return bool(held) and not self.same_node(min(held), max(held))
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:
         """List the degrees whose partition groups fill the world and cut it along nodes: parts of a node, or full

@@ -14,7 +14,8 @@ from smp_core.planner.fitted import Band
 from smp_core.planner.step_memory import PeakMemory
 from smp_core.planner.time import StepTime
 
-_DEFAULTS = SmpConfig().to_dict()
+_DEFAULT = SmpConfig()
+_DEFAULTS = _DEFAULT.to_dict()
 
 
 def spread_of(pipeline: int, tensor: int, context: int, shard: int, ranks_per_node: int) -> tuple[int, int]:
@@ -27,6 +28,8 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
     """Return the knobs that are not at their defaults, as YAML files have them."""
     found = {}
     for knob in SmpConfig.knobs():
+        if asked.asked(knob) == _DEFAULT.asked(knob):
+            continue
         value, default = as_asked(asked.asked(knob)), _DEFAULTS[knob]
         if value == default:
             continue
@@ -71,6 +74,11 @@ class Candidate:
     def knobs(self) -> dict[str, Any]:
         """The knobs that are not at their defaults, as YAML files have them."""
         return changed_knobs(self.asked)
+
+    @cached_property
+    def words(self) -> str:
+        """The knobs as text, by which the ranking is the same each time."""
+        return str(self.knobs)
 
     @cached_property
     def complexity(self) -> int:

@@ -144,16 +144,17 @@ def simplest(ranked: Sequence[Candidate]) -> Candidate:
 
 
 def _with_fewest_knobs(ranked: Sequence[Candidate], key: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
-    tied = [each for each in ranked if key(each)[0] <= key(ranked[0])[0] * (1 + TIE)]
+    limit = key(ranked[0])[0] * (1 + TIE)
+    tied = [each for each in ranked if key(each)[0] <= limit]
     return min(tied, key=lambda each: (each.complexity, *key(each)))
 
 
 def _by_time(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.time.total, candidate.complexity, candidate.memory.total, str(candidate.knobs))
+    return (candidate.time.total, candidate.complexity, candidate.memory.total, candidate.words)
 
 
 def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.memory.total, candidate.time.total, candidate.complexity, str(candidate.knobs))
+    return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.words)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ class _States:
 
     plan: Plan
     of_stages: tuple[StageStates, ...]
+
+
+_Timed = tuple[StepModel, tuple[StageStates, ...]]
 
 
 @dataclass(frozen=True)
@@ -232,12 +236,18 @@ class _Search:
             states = self._decided(knobs)
             if states is None:
                 continue
-            sparest = self._ways(states, choices[-1], [smallest], all_of_them=True)
-            if not any(way.memory.fits for way in sparest):
+            sparest = self._model(states, choices[-1])
+            if sparest is None:
+                continue
+            smallest_first = self._ways(*sparest, [smallest], all_of_them=True)
+            if not any(way.memory.fits for way in smallest_first):
                 continue
             for others, batches in zip(reversed(choices), reversed(near), strict=True):
-                for way in self._ways(states, others, batches) if batches else ():
-                    self._take(way)
+                if not batches:
+                    continue
+                timed = sparest if others is choices[-1] else self._model(states, others)
+                if timed is not None:
+                    self._take(self._ways(*timed, batches))
 
     def _spread(self, layout: dict[str, int]) -> tuple[int, int]:
         pipeline, tensor, context = (layout[f"{axis}_parallel_degree"] for axis in ("pipeline", "tensor", "context"))
@@ -274,8 +284,20 @@ class _Search:
             return None
         return _States(plan, states_of(plan, self.workload.states))
 
+    def _model(self, states: _States, knobs: dict[str, Any]) -> _Timed | None:
+        """Return the times of a plan with the knobs of :data:`LATER`, and its stages' states; None: refused."""
+        try:
+            plan = self._decided_later(states.plan, knobs)
+        except ValueError as error:
+            self.found.refused.append(str(error))
+            return None
+        of_stages = states.of_stages
+        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
+            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        return step_model(plan, self.trace, self.hardware, self.workload.sequence, self.shared), of_stages
+
     def _ways(
-        self, states: _States, knobs: dict[str, Any], batches: list[Batch], all_of_them: bool = False
+        self, model: StepModel, of_stages: tuple[StageStates, ...], batches: list[Batch], all_of_them: bool = False
     ) -> Iterator[_Way]:
         """Yield what rising micro-batches take of memory, the first that does not fit last. Without stages a larger
         micro-batch never makes a step longer, so that only the largest that fits is yielded.
@@ -283,16 +305,7 @@ class _Search:
         Args:
             all_of_them: also those that are far behind the best.
         """
-        tokens = self.workload.sequence
-        try:
-            plan = self._decided_later(states.plan, knobs)
-        except ValueError as error:
-            self.found.refused.append(str(error))
-            return
-        model = step_model(plan, self.trace, self.hardware, tokens, self.shared)
-        of_stages = states.of_stages
-        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
-            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        plan, tokens = model.plan, self.workload.sequence
         takes_largest = self.prunes and plan.stages is None and not all_of_them
         if takes_largest and self._is_behind_its_like(model, batches[-1]):
             return
@@ -363,16 +376,18 @@ class _Search:
             plan = decide_pipeline(plan, {**self.space.pipeline, "schedule": knobs["pipeline"]})
         return plan
 
-    def _take(self, way: _Way) -> None:
-        """Rank a configuration that fits; one with stages only if it is not far behind the best."""
-        is_far = way.model.plan.stages is not None and way.memory.total > _FAR * self.best
-        if not way.memory.fits or (self.objective == "memory" and is_far):
-            return
-        candidate = self._candidate(way)
-        self.found.ranked.append(candidate)
-        outline = (candidate.plan.layout, way.model.mode)
-        self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
-        self.best = min(self.best, candidate.memory.total if self.objective == "memory" else candidate.time.total)
+    def _take(self, ways: Iterator[_Way]) -> None:
+        """Rank configurations that fit; those with stages only if they are not far behind the best."""
+        of_memory = self.objective == "memory"
+        for way in ways:
+            is_far = way.model.plan.stages is not None and way.memory.total > _FAR * self.best
+            if not way.memory.fits or (of_memory and is_far):
+                continue
+            candidate = self._candidate(way)
+            self.found.ranked.append(candidate)
+            outline = (candidate.plan.layout, way.model.mode)
+            self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
+            self.best = min(self.best, candidate.memory.total if of_memory else candidate.time.total)
 
     def _candidate(self, way: _Way) -> Candidate:
         plan, batch = way.model.plan, way.batch
