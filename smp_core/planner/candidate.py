@@ -33,8 +33,9 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
         value, default = as_asked(asked.asked(knob)), _DEFAULTS[knob]
         if value == default:
             continue
-        if isinstance(value, Mapping) and default is not None:
-            value = {name: each for name, each in value.items() if each != default[name]}
+        if isinstance(value, Mapping):
+            plain = default or SmpConfig(**{knob: True}).to_dict()[knob]  # of one that is off by default
+            value = {name: each for name, each in value.items() if each != plain[name]} or True
         found[knob] = value
     return found
 

@@ -77,7 +77,7 @@ class Device:
         link: bytes per second that one device sends to the others of its node.
         host_link: bytes per second between the device and host memory.
         source: where the figures come from.
-        given_flops: of a device that is in no table.
+        given_flops, given_fp8_flops: of a device that is in no table.
     """
 
     name: str
@@ -87,6 +87,15 @@ class Device:
     host_link: float
     source: str
     given_flops: float | None = None
+    given_fp8_flops: float | None = None
+
+    @cached_property
+    def fp8_flops(self) -> float | None:
+        """Peak of dense FP8 matrix products in FLOP/s, None without tensor cores for them. The data sheets of all other
+        devices here have twice the bfloat16 peak."""
+        if self.given_flops is not None or self.name.split()[0] in _WITHOUT_FP8 or "A6000" in self.name:
+            return self.given_fp8_flops
+        return 2 * self.flops
 
     @cached_property
     def flops(self) -> float:
@@ -95,6 +104,9 @@ class Device:
         assert found is not None, self.name
         return found
 
+
+# Ampere, by the first words of names; CDNA 2.
+_WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "A10", "A10G", "MI250X")
 
 _PCIE3, _PCIE4, _PCIE5, _PCIE6 = 16e9, 32e9, 64e9, 128e9
 

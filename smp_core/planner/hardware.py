@@ -204,7 +204,8 @@ def _device(path: Path, values: Any) -> Device:
         raise ValueError(f"{path}: device is a name, or a mapping of {', '.join(_OF_DEVICE)}")
     memory, tflops, hbm, link = (_number(path, values, name) for name in _OF_DEVICE[1:])
     host = _number(path, values, "host_gb_per_s") if "host_gb_per_s" in values else 32.0
-    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12)
+    fp8 = _number(path, values, "fp8_tflops") * 1e12 if "fp8_tflops" in values else None
+    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12, fp8)
 
 
 def _number(path: Path, values: Mapping[str, Any], name: str) -> float:

@@ -47,7 +47,7 @@ SHORT_NAMES = {
 """What `--fix` also takes for a knob; `pipeline` with a number is the number of stages."""
 
 TIE = 0.01
-_UNPLANNED = ("units", "fp8", "planner")
+_UNPLANNED = ("units", "planner")
 _FAR = 1 + TIE  # configurations with stages that cannot come as near to the best are not looked at any closer
 
 
@@ -339,7 +339,7 @@ class _Search:
         """Return whether computing alone takes stages longer than the best configuration so far: what all compute by
         the number of stages, or what the one with most blocks does, and the first round."""
         stages = layout["pipeline_parallel_degree"]
-        if stages == 1 or not self.prunes:
+        if stages == 1 or not self.prunes or self.space.fixed.get("fp8"):  # which computes in less
             return False
         context, mode = layout["context_parallel_degree"], knobs["activations"].checkpoint
         if mode not in self.trace.block:
@@ -397,7 +397,15 @@ class _Search:
             plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
         else:
             time = way.model.step(batch.size, batch.count)
-        return Candidate(plan, batch.size, batch.count, way.memory, time, *self.of_all, band_of(plan.layout))
+        return Candidate(
+            plan,
+            batch.size,
+            batch.count,
+            way.memory,
+            time,
+            *self.of_all,
+            band_of(plan.layout, plan.knobs.fp8 is not None),
+        )
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:

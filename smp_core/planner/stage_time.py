@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from smp_core.plan import Plan, chunks_of, computations
+from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart
@@ -216,7 +217,7 @@ class StagedModel(StepModel):
 
     def _measured(self, micro_batch: int) -> _OfSize:
         held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
-        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
+        block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
         chunked = self.plan.knobs.chunked_cross_entropy is not None
         key = (micro_batch, held, degree, self.mode, chunked, self.experts)
         if key not in self._shared:

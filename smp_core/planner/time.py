@@ -18,6 +18,7 @@ from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.expert_bytes import count_bytes, dealt_elements, expert_degree, row_bytes
+from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathers_fp8
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
@@ -129,14 +130,16 @@ class StepModel:
         spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
         kept = knobs.reshard_after_forward
         of = self.collectives
-        self.gather = [of.partition("all_gather", n * gathered.itemsize, spare_gather) for n in (of_blocks, of_root)]
+        stored = 1 if gathers_fp8(plan, hardware) else gathered.itemsize  # of blocks
+        of_units = (of_blocks * stored, of_root * gathered.itemsize)
+        self.gather = [of.partition("all_gather", n_bytes, spare_gather) for n_bytes in of_units]
         self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
+        again = of.inside(of_blocks * stored) if type(kept) is int else self.gather[0]
         self.experts, (whole, dealt) = expert_degree(plan), dealt_elements(plan, trace)
         if self.experts > 1:  # units of their own, gathered over fewer ranks
             n, share = of_blocks - whole, trace.trained[0]
-            exact, stored = dealt * gathered.itemsize, gathered.itemsize
+            exact = dealt * stored
             self.gather[0] = of.partition("all_gather", n * stored, spare_gather) + of.same_experts("all_gather", exact)
             sums = of.same_experts("reduce_scatter", dealt * share * reduced.itemsize)
             self.sum[0] = of.partition("reduce_scatter", n * share * reduced.itemsize, spare_sum) + sums
@@ -144,6 +147,7 @@ class StepModel:
             if type(kept) is int:
                 again = of.inside(n * stored) + of.same_experts("all_gather", exact)
         self.gather_again = 0.0 if kept is False else again
+        self.agreeing = of.everywhere(amax_bytes(plan, trace, hardware))
         self.spare_hop, self.stored = spare_hop, gathered.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
@@ -152,7 +156,7 @@ class StepModel:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
         held = self.tokens / self.plan.layout.context
         rest = self.trace.rest[self.mode].at(micro_batch, held)
-        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
+        block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
         forward, backward = self._computing(block, self.plan.layout.tensor)
         of_rests = self._computing(rest, self.trace.rest_degree(self.plan.layout.tensor))
         of_rest = sum(of_rests)
@@ -229,10 +233,10 @@ class StepModel:
         plan, device = self.plan, self.hardware.device
         elements = self.trained * parameters / plan.shard_degree
         over_world = plan.knobs.optimizer_shard == "world"
-        after = 0.0
+        after = self.agreeing
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(self.trained * parameters * self.stored)
+            after += self.collectives.replicas_gather(self.trained * parameters * self.stored)
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -292,6 +296,16 @@ class _GroupCollectives:
     def replicas_gather(self, n_bytes: float) -> float:
         """Return the seconds in which replicas gather the parts that each has stepped."""
         return self._across_replicas(("all_gather",), n_bytes, 1.0)
+
+    def everywhere(self, n_bytes: float) -> float:
+        """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
+        nodes, k = self.links.nodes, self.links.ranks_per_node
+        seconds = 0.0
+        if n_bytes and k > 1:
+            seconds += self._of("intra").seconds("all_reduce", k, n_bytes)
+        if n_bytes and nodes > 1:
+            seconds += self._of("inter").seconds("all_reduce", nodes, n_bytes / k)
+        return seconds
 
     def tensor(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a tensor group."""
