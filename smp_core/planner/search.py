@@ -397,15 +397,8 @@ class _Search:
             plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
         else:
             time = way.model.step(batch.size, batch.count)
-        return Candidate(
-            plan,
-            batch.size,
-            batch.count,
-            way.memory,
-            time,
-            *self.of_all,
-            band_of(plan.layout, plan.knobs.fp8 is not None),
-        )
+        band = band_of(plan.layout, plan.knobs.fp8 is not None)
+        return Candidate(plan, batch.size, batch.count, way.memory, time, *self.of_all, band)
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:
