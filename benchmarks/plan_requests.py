@@ -1,17 +1,22 @@
 """Ten requests that people make of `smp plan`, and published steps in bfloat16 and FP8, with what is planned.
 
     python benchmarks/plan_requests.py [--only NAME ...]     plan, and write benchmarks/results/plan_requests.json
+    python benchmarks/plan_requests.py --seconds             time `smp plan` of the largest search, and keep it there
     python benchmarks/plan_requests.py --page                write the tables of docs/plan-requests.md again
 
-Nothing is measured here: the planner is asked, and its answers are kept, so that a change of its constants or of its
-search shows in them.
+Nothing but these seconds is measured here: the planner is asked, and its answers are kept, so that a change of its
+constants or of its search shows in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import resource
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +57,8 @@ REQUESTS = {
     "128k": Request("8B, sequences of 128K tokens, on 8 H100", "llama-3.1-8b", "1xp5", 131072, 8),
     "mixtral": Request("Mixtral 8x7B on 64 H100", "mixtral-8x7b", "8xdgx-h100", 4096, 256),
 }
+
+LARGEST, RUNS = "8b-1024", 2
 
 PUBLISHED = {"bf16": 2.03, "fp8": 3.05}
 """Samples per second of Llama 3.1 8B on one p5.48xlarge: context 8, sequences of 16,384 tokens, four of them in a
@@ -136,6 +143,22 @@ def published() -> dict[str, Any]:
         planned = picks["fp8"]["samples_per_second"] / picks["bf16"]["samples_per_second"]
         found["speedups"].append({"planned": planned, **picks})
     return {**found, **{name: found["speedups"][0][name] for name in PUBLISHED}}
+
+
+def seconds_of_command(name: str) -> dict[str, Any]:
+    """Run `smp plan` of a request as a command; return its processor seconds, and those of the child that traces."""
+    from machine import about  # beside this file, which only a command has on its path
+
+    request = REQUESTS[name]
+    command = [sys.executable, "-m", "smp_core.cli", "plan", request.model, "--cluster", request.cluster]
+    command += ["--seq", str(request.sequence), "--global-batch", str(request.global_batch)]
+    runs = []
+    for _ in range(RUNS):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        runs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {**about("plan_requests"), "request": name, "processor_seconds": min(runs), "load": os.getloadavg()[0]}
 
 
 def table(answers: dict[str, Any]) -> str:
@@ -226,6 +249,7 @@ def write_page(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=[*REQUESTS, "published"], help="the others stay as they are")
+    parser.add_argument("--seconds", action="store_true", help="time the command of the largest search")
     parser.add_argument("--page", action="store_true", help="write docs/plan-requests.md from the result")
     asked = parser.parse_args()
     result: dict[str, Any] = {"requests": {}, "published": {}}
@@ -233,6 +257,10 @@ def main() -> None:
         result = json.loads(RESULTS.read_text(encoding="utf-8"))
     if asked.page:
         write_page(result)
+        return
+    if asked.seconds:
+        result["command"] = seconds_of_command(LARGEST)
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
     for name in asked.only or [*REQUESTS, "published"]:
         print(name, flush=True)

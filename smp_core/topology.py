@@ -48,6 +48,9 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
 
+    def __hash__(self) -> int:
+        return hash((len(self.nodes), self.node_names[0]))  # of all ranks it would take long
+
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_names) or not self.nodes or not all(self.nodes):
             raise ValueError(
