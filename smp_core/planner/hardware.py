@@ -62,7 +62,7 @@ class Hardware:
         """
         word = os.fspath(text).strip()
         if word.endswith((".yaml", ".yml")):
-            return cls._of_file(Path(word))
+            return _of_fields(Path(word), read_yaml(Path(word)))
         if found := _DEVICES.fullmatch(word):
             nodes, ranks, device, rate = found.groups()
             if rate is None and int(nodes) > 1:
@@ -73,13 +73,6 @@ class Hardware:
             made = cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
             return replace(made, first_efa=machine.first_efa)
         raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
-
-    @classmethod
-    def _of_file(cls, path: Path) -> Hardware:
-        values = read_yaml(path)
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
-        return _of_fields(path, dict(values))
 
     @classmethod
     def _checked(cls, nodes: int, ranks: int, device: Device, gbit: float) -> Hardware:
@@ -175,8 +168,10 @@ _OF_CLUSTER = ("nodes", "devices_per_node", "gbit_per_s", "device")
 _OF_BOTH = ("price_per_node_hour", "host_gib")
 
 
-def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
+def _of_fields(path: Path, values: Any) -> Hardware:
     """Read `cluster: STRING` or all fields, with price and host memory in both."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
     allowed = ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
     unknown = [name for name in values if name not in allowed]
     if unknown:
@@ -190,11 +185,9 @@ def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
         device = _device(path, values["device"])
         nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
         hardware = Hardware._checked(nodes, ranks, device, _number(path, values, "gbit_per_s"))
-    if "price_per_node_hour" in values:
-        hardware = replace(hardware, price=_number(path, values, "price_per_node_hour"))
-    if "host_gib" in values:
-        hardware = replace(hardware, host_gib=_number(path, values, "host_gib"))
-    return hardware
+    given = {name: _number(path, values, name) for name in _OF_BOTH if name in values}
+    price, host = given.get("price_per_node_hour", hardware.price), given.get("host_gib", hardware.host_gib)
+    return replace(hardware, price=price, host_gib=host)
 
 
 def _device(path: Path, values: Any) -> Device:

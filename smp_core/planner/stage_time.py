@@ -103,11 +103,9 @@ class StagedModel(StepModel):
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
         self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
-        first = plan.shapes.first_trained
-        gathered, self.reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
-        gathers = {n: of.partition("all_gather", n * gathered) if n else 0.0 for n in set(sharded)}
+        gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
         of_trained = trace.trained[1] * self.reduced
         sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}

@@ -148,7 +148,7 @@ class StepModel:
                 again = of.inside(n * stored) + of.same_experts("all_gather", exact)
         self.gather_again = 0.0 if kept is False else again
         self.agreeing = of.everywhere(amax_bytes(plan, trace, hardware))
-        self.spare_hop, self.stored = spare_hop, gathered.itemsize
+        self.spare_hop, self.stored, self.reduced = spare_hop, gathered.itemsize, reduced.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
 
@@ -178,7 +178,7 @@ class StepModel:
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
         plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
-        gathers = replicas = 0.0
+        gathers = 0.0
         for place, times in _places(count):
             gathered = place in ("first", "only") or not plan.keeps_parameters
             reduced = place in ("last", "only") or not plan.keeps_gradients
@@ -190,8 +190,7 @@ class StepModel:
             gathers += times * (blocks * waited + at_ends)
         # The window's sums go while the last backward runs, and the root's after it.
         idle = max(backward - self.gather_again - self.sum[0], 0.0)
-        replicas += blocks * exposed_seconds(idle, self.hop[0], share) + self.hop[1]
-        return gathers, replicas
+        return gathers, blocks * exposed_seconds(idle, self.hop[0], share) + self.hop[1]
 
     def _tensor_seconds(self, micro_batch: int, held: float) -> float:
         """Return a block's gathers of tokens before, and sums after, its two split products; backward has as many."""
@@ -236,7 +235,7 @@ class StepModel:
         after = self.agreeing
         if over_world:
             elements /= plan.layout.replicate
-            after += self.collectives.replicas_gather(self.trained * parameters * self.stored)
+            after += self.collectives.replicas(self.trained * parameters * self.stored, kinds=("all_gather",))
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -287,16 +286,6 @@ class _GroupCollectives:
         ranks = min(self.degree, self.per_node)
         return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
 
-    def replicas(self, n_bytes: float, spared: float) -> float:
-        """Return the seconds of the sum of a unit's shards across replicas; where each steps a part of them, it gets no
-        more than that part's sum."""
-        kinds: tuple[Kind, ...] = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
-        return self._across_replicas(kinds, n_bytes, spared)
-
-    def replicas_gather(self, n_bytes: float) -> float:
-        """Return the seconds in which replicas gather the parts that each has stepped."""
-        return self._across_replicas(("all_gather",), n_bytes, 1.0)
-
     def everywhere(self, n_bytes: float) -> float:
         """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
         nodes, k = self.links.nodes, self.links.ranks_per_node
@@ -320,7 +309,14 @@ class _GroupCollectives:
         """Return the seconds of a message from a rank to another one."""
         return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
 
-    def _across_replicas(self, kinds: tuple[Kind, ...], n_bytes: float, spared: float) -> float:
+    def replicas(self, n_bytes: float, spared: float = 1.0, kinds: tuple[Kind, ...] = ()) -> float:
+        """Return the seconds of collectives on a unit's shards across replicas.
+
+        Args:
+            kinds: (): those of a sum; where each replica steps a part of the shard, it gets no more than that part's.
+        """
+        if not kinds:
+            kinds = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
         replicas, held = self.layout.replicate, n_bytes / self.degree
         if replicas == 1:
             return 0.0
