@@ -223,9 +223,8 @@ def _with(candidate: Candidate, seconds: float, shard: int, tensor: int = 1) -> 
     hardware = Hardware.parse("4x8:a100-80g@400gbps")
     knobs = SmpConfig(shard_degree=shard, tensor_parallel_degree=tensor)
     made = decide(candidate.plan.shapes, knobs, hardware.cluster())
-    choice = replace(candidate.choice, asked=knobs, plan=made, names=("shard_degree", "tensor_parallel_degree"))
     time = StepTime(seconds, *[0.0] * 6)
-    return replace(candidate, choice=choice, time=time, band=band_of(made.layout))
+    return replace(candidate, plan=made, time=time, band=band_of(made.layout))
 
 
 def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
