@@ -34,7 +34,7 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
         if value == default:
             continue
         if isinstance(value, Mapping):
-            plain = default or SmpConfig(**{knob: True}).to_dict()[knob]  # of one that is off by default
+            plain = default or SmpConfig.from_dict({knob: True}).to_dict()[knob]  # of one that is off by default
             value = {name: each for name, each in value.items() if each != plain[name]} or True
         found[knob] = value
     return found
@@ -88,13 +88,13 @@ class Candidate:
 
     @property
     def spread(self) -> tuple[int, int]:
-        """What a configuration risks: its axes beside sharding, and the nodes of a partition group."""
+        """The risk of a configuration: its axes beside sharding, and the nodes of a partition group."""
         layout, per_node = self.plan.layout, self.plan.cluster.topology.ranks_per_node
         return spread_of(layout.pipeline, layout.tensor, layout.context, self.plan.shard_degree, per_node)
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """Which axes it has beside sharding, and whether a partition group has several nodes."""
+        """The axes that it has beside sharding, and whether a partition group has several nodes."""
         layout = self.plan.layout
         return layout.pipeline > 1, layout.context > 1, layout.tensor > 1, self.spread[1] > 1
 

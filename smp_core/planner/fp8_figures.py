@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from smp_core.config import Fp8Recipe
 from smp_core.plan import Plan
 from smp_core.planner.expert_bytes import dealt_elements, expert_degree
 from smp_core.planner.hardware import Hardware
@@ -21,20 +22,21 @@ _OF_AMAX = 12
 """Bytes of a weight's three float32 magnitudes."""
 
 
-def multiplies_fp8(plan: Plan, hardware: Hardware) -> bool:
-    """Return whether products run in FP8; without tensor cores for it they are emulated, and planned as they were."""
-    return plan.knobs.fp8 is not None and hardware.device.fp8_flops is not None
+def _recipe(plan: Plan, hardware: Hardware) -> Fp8Recipe | None:
+    """Return how products run in FP8; None: they do not, or are emulated, which is planned as without."""
+    return None if hardware.device.fp8_flops is None else plan.knobs.fp8
 
 
 def gathers_fp8(plan: Plan, hardware: Hardware) -> bool:
     """Return whether blocks are gathered as FP8 bytes."""
-    return multiplies_fp8(plan, hardware) and plan.knobs.fp8.fp8_all_gather
+    recipe = _recipe(plan, hardware)
+    return recipe is not None and recipe.fp8_all_gather
 
 
 def amax_bytes(plan: Plan, trace: ModelTrace, hardware: Hardware) -> float:
     """Return the bytes of magnitudes that all ranks agree on behind a step."""
     of_block, _ = trace.linear_layers
-    return _OF_AMAX * trace.blocks * of_block if multiplies_fp8(plan, hardware) else 0.0
+    return 0.0 if _recipe(plan, hardware) is None else _OF_AMAX * trace.blocks * of_block
 
 
 def block_figures(
@@ -48,14 +50,14 @@ def block_figures(
         held: tokens of each sample on a rank.
     """
     found = trace.block[mode].at(micro_batch, held).of_experts_over(expert_degree(plan))
-    if not multiplies_fp8(plan, hardware):
+    recipe, peak = _recipe(plan, hardware), hardware.device.fp8_flops
+    if recipe is None or peak is None:
         return found
-    assert hardware.device.fp8_flops is not None
-    faster = hardware.device.flops / hardware.device.fp8_flops
+    faster = hardware.device.flops / peak
 
     # Casts: two bytes are read, twice where scales are of the tensor itself, and two written.
     _, widths = trace.linear_layers
-    of_element = 6 if plan.knobs.fp8.scaling == "dynamic" else 4
+    of_element = 6 if recipe.scaling == "dynamic" else 4
     casts = of_element / 2 * widths * micro_batch * held  # half of the widths are inputs, half outputs
     again = casts if mode == "full" else 0.0
 
