@@ -27,7 +27,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.plan.optimizers import OPTIMIZERS
 from smp_core.plan.plan import Plan
-from smp_core.planner.candidate import Choice
+from smp_core.planner.candidate import changed_knobs, complexity_of
 from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
@@ -131,7 +131,7 @@ def step_of(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> StepTime:
     plain = step_of(row, hardware, {"shard_degree": "world", "keep_between_micro_batches": "gradients"})
     computing_at_once = replace(hardware.fitted, products={"": 1e9}, attention={"": 1e9})
     at_once = replace(hardware, fitted=computing_at_once)
-    links = hardware.links()
+    links = hardware.links
     instant = LinkFit(0.0, 1e18)
     inside_at_once = replace(links, intra=Collectives(links.ranks_per_node, instant, instant, instant))
     messages = _step(row, replace(at_once, measured=inside_at_once), plan, samples).pipeline
@@ -139,8 +139,7 @@ def step_of(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> StepTime:
 
 
 def _step(row: Row, hardware: Hardware, plan: Plan, samples: int) -> StepTime:
-    links = hardware.links()
-    model = step_model(plan, traced(), hardware, links, LENGTH + 1, hardware.fitted)
+    model = step_model(plan, traced(), hardware, LENGTH + 1)
     return model.step(samples, row["micro"])
 
 
@@ -156,9 +155,8 @@ def memory(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> int:
 
 
 def complexity(row: Row, hardware: Hardware, scheme: str) -> int:
-    knobs = knobs_of(scheme, row)
-    plan, _ = decided(row, hardware, knobs)
-    return Choice(plan.knobs.unresolved, plan, tuple(knobs)).complexity
+    plan, _ = decided(row, hardware, knobs_of(scheme, row))
+    return complexity_of(plan, changed_knobs(plan.knobs.unresolved))
 
 
 def picked(row: Row, hardware: Hardware, times: dict[str, float]) -> str:

@@ -22,7 +22,6 @@ from planner_fit import Case, Constants, Row, fitted_of
 
 from smp_core.cluster.links import Links
 from smp_core.planner.devices import DEVICES
-from smp_core.planner.fitted import Fitted
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.time import STEP_BYTES, pass_seconds
@@ -98,20 +97,17 @@ def _all_reduce(links: Links, inside: int, nodes: int, n_bytes: float) -> float:
     return seconds
 
 
-def step_seconds(
-    run: Run, layer: Figures, rest: Figures, parameters: float, hardware: Hardware, fitted: Fitted
-) -> float:
+def step_seconds(run: Run, layer: Figures, rest: Figures, parameters: float, hardware: Hardware) -> float:
     """Return the seconds of a step.
 
     Args:
         layer, rest: one tensor rank's figures of a layer, and of embedding, head and loss, for one micro-batch.
         parameters: of all layers and the rest on one tensor rank.
-        fitted: the constants.
     """
-    links, device = hardware.links(fitted), hardware.device
+    links = hardware.links
     activation = layer.kept  # a layer that runs again keeps its input alone
-    of_layer = sum(pass_seconds(layer, 1, 1, device, fitted)) + 6 * tensor_sum(links, run.tensor, activation)
-    of_head = sum(pass_seconds(rest, 1, 1, device, fitted))
+    of_layer = sum(pass_seconds(layer, 1, 1, hardware)) + 6 * tensor_sum(links, run.tensor, activation)
+    of_head = sum(pass_seconds(rest, 1, 1, hardware))
 
     of_stage = run.layers / run.stages * of_layer
     if run.stages > 1:
@@ -121,7 +117,7 @@ def step_seconds(
 
     own = parameters / run.stages
     summed = data_sum(links, run, 4 * own)
-    updated = STEP_BYTES * own / (device.hbm * fitted.moving)
+    updated = STEP_BYTES * own / (hardware.device.hbm * hardware.fitted.moving)
     return worked + summed + updated
 
 
@@ -136,7 +132,8 @@ def predictor(row: Row) -> Callable[[Constants], float]:
     rest = trace.rest["none"].at(run.micro_batch, run.sequence)
 
     def predict(constants: Constants) -> float:
-        return step_seconds(run, layer, rest, trace.parameters, hardware, fitted_of(constants, "A100"))
+        machines = replace(hardware, fitted=fitted_of(constants, "A100"))
+        return step_seconds(run, layer, rest, trace.parameters, machines)
 
     return predict
 

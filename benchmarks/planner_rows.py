@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def stepped(plan: Plan, trace: ModelTrace, hardware: Hardware, sequence: int, co
 
     def predict(constants: Constants) -> float:
         fitted = fitted_of(constants, hardware.device.name)
-        model = step_model(plan, trace, hardware, hardware.links(fitted), sequence, fitted)
+        model = step_model(plan, trace, replace(hardware, fitted=fitted), sequence)
         return model.step(*counts).total
 
     return predict

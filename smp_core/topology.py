@@ -48,6 +48,9 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
 
+    def __hash__(self) -> int:
+        return hash((len(self.nodes), self.node_names[0]))  # of all ranks it would take long
+
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_names) or not self.nodes or not all(self.nodes):
             raise ValueError(
@@ -157,7 +160,8 @@ class Topology:
 
     def spans_nodes(self, ranks: Iterable[int]) -> bool:
         """Return whether the ranks are on more than one node."""
-        return len({self.node_of(rank) for rank in ranks}) > 1
+        held = tuple(ranks)  # numbered node by node
+        return bool(held) and not self.same_node(min(held), max(held))
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:
         """List the degrees whose partition groups fill the world and cut it along nodes: parts of a node, or full

@@ -7,7 +7,6 @@ samples, ``GRADIENTS`` those whose gradients are added up, ``SAME_MODEL`` those 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,11 +151,7 @@ class Layout:
 
     def ranks(self, rank: int, *axes: Axis) -> Ranks:
         """Return the rank's group along these axes: all ranks that differ from it on these axes only, in order."""
-        ordered = _in_order(axes)
-        own = sum(self.coordinate(rank, axis) * self._stride(axis) for axis in ordered)
-        places = itertools.product(*(range(self.size(axis)) for axis in ordered))
-        strides = [self._stride(axis) for axis in ordered]
-        return tuple(rank - own + sum(map(int.__mul__, place, strides)) for place in places)
+        return _ranks(self, rank, axes)
 
     def groups(self, *axes: Axis) -> list[Ranks]:
         """Return all groups along these axes. They tile the world, and are ordered by their first ranks."""
@@ -169,6 +164,18 @@ class Layout:
 
 
 _ORDER = tuple(Axis)
+
+
+@lru_cache(maxsize=1024)
+def _ranks(layout: Layout, rank: int, axes: Axes) -> Ranks:
+    """Return a rank's group; planners ask for the same ones thousands of times."""
+    found = [rank]
+    for axis in _in_order(axes):
+        stride = layout._stride(axis)
+        first = layout.coordinate(rank, axis) * stride
+        along = range(-first, layout.size(axis) * stride - first, stride)
+        found = [place + step for place in found for step in along]
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -123,19 +123,22 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     micro_batch = max(round(measured.samples / data / count), 1)
 
     def seconds(fitted: Fitted) -> float:
-        model = step_model(plan, trace, machines, machines.links(fitted), measured.sequence, fitted)
+        model = step_model(plan, trace, replace(machines, fitted=fitted), measured.sequence)
         return model.step(micro_batch, count).total
 
     before = hardware.fitted
     links = {} if hardware.measured is not None else _rates(measured.sent, machines)
-    shares: Any = {name: min(each.share, 1.0) for name, each in links.items()}
+    shares: Any = {}
+    for name, (rate, planned) in links.items():
+        shares[name] = min(getattr(before, name) * rate / planned, 1.0)
     if "network" in shares:
         shares["falls"] = 0.0  # what its groups lose is in the run's rates
     with_links = replace(before, **shares)
     fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
     peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))
     compared = [Comparison("step", "s", seconds(before), measured.seconds)]
-    compared += [Comparison(each.words, "GB/s", each.planned / 1e9, each.measured / 1e9) for each in links.values()]
+    for name, (rate, planned) in links.items():
+        compared.append(Comparison(_LINKS[name][1], "GB/s", planned / 1e9, rate / 1e9))
     compared.append(Comparison("peak memory", "GiB", peak.total / GIB, measured.peak_gib))
     return Calibration(fitted, tuple(compared), _changes(before, fitted, machines.device.name))
 
@@ -188,29 +191,22 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     return plan
 
 
-@dataclass(frozen=True)
-class _Rate:
-    """Bytes per second of a rank over one class of links, and the share of the data sheet's rate that makes it so."""
-
-    words: str
-    planned: float
-    measured: float
-    share: float
+_LINKS = {"link": ("intra", "links inside nodes"), "network": ("inter", "links between nodes")}
+"""Constant -> class of links, and its words."""
 
 
-def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, _Rate]:
-    """Return the rates of the links that the run used for long enough to tell, by the constant's name."""
+def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, tuple[float, float]]:
+    """Return constant -> bytes per second of a rank over the links that the run used for long enough to tell, as
+    measured and as planned."""
     found = {}
-    links = machines.links()
-    for constant, link, words in (("link", "intra", "links inside nodes"), ("network", "inter", "links between nodes")):
+    for constant, (link, _) in _LINKS.items():
         collectives = {name: value for name, value in sent.items() if not name.startswith("pipeline/")}
         seconds = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_seconds"))
         n_bytes = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_bytes"))
-        planned = getattr(links, link)
+        planned = getattr(machines.links, link)
         if seconds <= 0 or n_bytes <= 0 or planned is None:
             continue
-        rate, before = n_bytes / seconds, planned.all_gather.bandwidth
-        found[constant] = _Rate(words, before, rate, getattr(machines.fitted, constant) * rate / before)
+        found[constant] = n_bytes / seconds, planned.all_gather.bandwidth
     return found
 
 

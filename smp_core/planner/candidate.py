@@ -14,7 +14,8 @@ from smp_core.planner.fitted import Band
 from smp_core.planner.step_memory import PeakMemory
 from smp_core.planner.time import StepTime
 
-_DEFAULTS = SmpConfig().to_dict()
+_DEFAULT = SmpConfig()
+_DEFAULTS = _DEFAULT.to_dict()
 
 
 def spread_of(pipeline: int, tensor: int, context: int, shard: int, ranks_per_node: int) -> tuple[int, int]:
@@ -23,45 +24,26 @@ def spread_of(pipeline: int, tensor: int, context: int, shard: int, ranks_per_no
     return axes, -(-shard * tensor // ranks_per_node)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Knobs that decide() takes, and its plan.
+def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
+    """Return the knobs that are not at their defaults, as YAML files have them."""
+    found = {}
+    for knob in SmpConfig.knobs():
+        if asked.asked(knob) == _DEFAULT.asked(knob):
+            continue
+        value, default = as_asked(asked.asked(knob)), _DEFAULTS[knob]
+        if value == default:
+            continue
+        if isinstance(value, Mapping):
+            plain = default or SmpConfig.from_dict({knob: True}).to_dict()[knob]  # of one that is off by default
+            value = {name: each for name, each in value.items() if each != plain[name]} or True
+        found[knob] = value
+    return found
 
-    Attributes:
-        names: of the knobs that were chosen or fixed; all others are at their defaults.
-    """
 
-    asked: SmpConfig
-    plan: Plan
-    names: tuple[str, ...]
-
-    @cached_property
-    def knobs(self) -> dict[str, Any]:
-        """The knobs that are not at their defaults, as YAML files have them."""
-        found = {}
-        for knob in SmpConfig.knobs():
-            if knob not in self.names:
-                continue
-            value, default = as_asked(self.asked.asked(knob)), _DEFAULTS[knob]
-            if value == default:
-                continue
-            if isinstance(value, Mapping) and default is not None:
-                value = {name: each for name, each in value.items() if each != default[name]}
-            found[knob] = value
-        return found
-
-    @cached_property
-    def complexity(self) -> int:
-        """The number of axes and knobs that it takes."""
-        layout = self.plan.layout
-        axes = sum(2 for axis in DEGREES if layout.size(axis) > 1)
-        inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
-        return axes + inner
-
-    @cached_property
-    def words(self) -> str:
-        """The knobs as text, by which the ranking is the same each time."""
-        return str(self.knobs)
+def complexity_of(plan: Plan, knobs: Mapping[str, Any]) -> int:
+    """Return how many axes and knobs a configuration takes."""
+    axes = sum(2 for axis in DEGREES if plan.layout.size(axis) > 1)
+    return axes + sum(len(value) if isinstance(value, Mapping) else 1 for value in knobs.values())
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,7 @@ class Candidate:
         band: how far off the time may be.
     """
 
-    choice: Choice
+    plan: Plan
     micro_batch: int
     count: int
     memory: PeakMemory
@@ -87,31 +69,32 @@ class Candidate:
 
     @property
     def asked(self) -> SmpConfig:
-        return self.choice.asked
+        return self.plan.knobs.unresolved
 
-    @property
-    def plan(self) -> Plan:
-        return self.choice.plan
-
-    @property
+    @cached_property
     def knobs(self) -> dict[str, Any]:
-        """Return the knobs that are not at their defaults, as YAML files have them."""
-        return self.choice.knobs
+        """The knobs that are not at their defaults, as YAML files have them."""
+        return changed_knobs(self.asked)
 
-    @property
+    @cached_property
+    def words(self) -> str:
+        """The knobs as text, by which the ranking is the same each time."""
+        return str(self.knobs)
+
+    @cached_property
     def complexity(self) -> int:
-        """Return how many axes and knobs it takes."""
-        return self.choice.complexity
+        """The number of axes and knobs that it takes."""
+        return complexity_of(self.plan, self.knobs)
 
     @property
     def spread(self) -> tuple[int, int]:
-        """Return what a configuration risks: its axes beside sharding, and the nodes of a partition group."""
+        """The risk of a configuration: its axes beside sharding, and the nodes of a partition group."""
         layout, per_node = self.plan.layout, self.plan.cluster.topology.ranks_per_node
         return spread_of(layout.pipeline, layout.tensor, layout.context, self.plan.shard_degree, per_node)
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """Return which axes it has beside sharding, and whether a partition group has several nodes."""
+        """The axes that it has beside sharding, and whether a partition group has several nodes."""
         layout = self.plan.layout
         return layout.pipeline > 1, layout.context > 1, layout.tensor > 1, self.spread[1] > 1
 

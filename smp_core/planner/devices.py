@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+_Row = TypeVar("_Row")
 
 # Dense bfloat16 tensor-core peaks in TFLOPS, by the words of `torch.cuda.get_device_name()`; the first row whose words
 # are all there counts.
@@ -73,7 +77,7 @@ class Device:
         link: bytes per second that one device sends to the others of its node.
         host_link: bytes per second between the device and host memory.
         source: where the figures come from.
-        given_flops: of a device that is in no table.
+        given_flops, given_fp8_flops: of a device that is in no table.
     """
 
     name: str
@@ -83,6 +87,15 @@ class Device:
     host_link: float
     source: str
     given_flops: float | None = None
+    given_fp8_flops: float | None = None
+
+    @cached_property
+    def fp8_flops(self) -> float | None:
+        """Peak of dense FP8 matrix products in FLOP/s, None without tensor cores for them. The data sheets of all other
+        devices here have twice the bfloat16 peak."""
+        if self.given_flops is not None or self.name.split()[0] in _WITHOUT_FP8 or "A6000" in self.name:
+            return self.given_fp8_flops
+        return 2 * self.flops
 
     @cached_property
     def flops(self) -> float:
@@ -91,6 +104,9 @@ class Device:
         assert found is not None, self.name
         return found
 
+
+# Ampere, by the first words of names; CDNA 2.
+_WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "A10", "A10G", "MI250X")
 
 _PCIE3, _PCIE4, _PCIE5, _PCIE6 = 16e9, 32e9, 64e9, 128e9
 
@@ -208,13 +224,8 @@ def device_of(name: str) -> Device:
     Raises:
         ValueError: it is not in the table; names the nearest one, all others, and how to describe one's own.
     """
-    found = DEVICES.get(_ALSO.get(name.lower(), name.lower()))
-    if found is None:
-        raise ValueError(
-            f"unknown device {name!r}{_meant(name, DEVICES)}. Known: {', '.join(DEVICES)}. Describe another one in a "
-            "YAML file (docs/planning.md)"
-        )
-    return found
+    known = _ALSO.get(name.lower(), name.lower())
+    return _of_table(known, name, DEVICES, "device", ". Describe another one in a YAML file (docs/planning.md)")
 
 
 def machine_of(name: str) -> Machine:
@@ -223,12 +234,16 @@ def machine_of(name: str) -> Machine:
     Raises:
         ValueError: it is not in the table.
     """
-    found = MACHINES.get(name.lower())
-    if found is None:
-        raise ValueError(f"unknown kind of node {name!r}{_meant(name, MACHINES)}. Known: {', '.join(MACHINES)}")
-    return found
+    return _of_table(name.lower(), name, MACHINES, "kind of node")
 
 
-def _meant(name: str, known: dict[str, Device] | dict[str, Machine]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a question after the nearest of the known names, for errors; "": none is near."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _of_table(key: str, name: str, table: Mapping[str, _Row], what: str, or_else: str = "") -> _Row:
+    if key not in table:
+        raise ValueError(f"unknown {what} {name!r}{meant(name, table)}. Known: {', '.join(table)}{or_else}")
+    return table[key]

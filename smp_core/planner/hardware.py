@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Hardware:
         """
         word = os.fspath(text).strip()
         if word.endswith((".yaml", ".yml")):
-            return cls._of_file(Path(word))
+            return _of_fields(Path(word), read_yaml(Path(word)))
         if found := _DEVICES.fullmatch(word):
             nodes, ranks, device, rate = found.groups()
             if rate is None and int(nodes) > 1:
@@ -72,13 +73,6 @@ class Hardware:
             made = cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
             return replace(made, first_efa=machine.first_efa)
         raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
-
-    @classmethod
-    def _of_file(cls, path: Path) -> Hardware:
-        values = read_yaml(path)
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
-        return _of_fields(path, dict(values))
 
     @classmethod
     def _checked(cls, nodes: int, ranks: int, device: Device, gbit: float) -> Hardware:
@@ -110,12 +104,12 @@ class Hardware:
             self.measured,
         )
 
-    def links(self, fitted: Fitted | None = None) -> Links:
-        """Return latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
+    @cached_property
+    def links(self) -> Links:
+        """Latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
         if self.measured is not None:
             return self.measured
-        fitted = fitted or self.fitted
-        k, m = self.ranks_per_node, self.nodes
+        fitted, k, m = self.fitted, self.ranks_per_node, self.nodes
         inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
         node_bytes = max(self.gbit, 1e-3) * 1e9 / 8
         of_node = node_bytes * fitted.network
@@ -133,14 +127,14 @@ class Hardware:
             measured_with="data sheets",
         )
 
-    def slowed(self, nodes: int, fitted: Fitted) -> float:
+    def slowed(self, nodes: int) -> float:
         """Return how many times longer the bytes of a collective over so many nodes take than those of one over two.
 
         Measured links are taken as they are.
         """
         if not self.first_efa or self.measured is not None:
             return 1.0
-        return float(max(nodes / 2, 1.0) ** fitted.falls)
+        return float(max(nodes / 2, 1.0) ** self.fitted.falls)
 
     def with_price(self, price: float) -> Hardware:
         """Return the same at another price of a node for an hour.
@@ -174,8 +168,10 @@ _OF_CLUSTER = ("nodes", "devices_per_node", "gbit_per_s", "device")
 _OF_BOTH = ("price_per_node_hour", "host_gib")
 
 
-def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
+def _of_fields(path: Path, values: Any) -> Hardware:
     """Read `cluster: STRING` or all fields, with price and host memory in both."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
     allowed = ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
     unknown = [name for name in values if name not in allowed]
     if unknown:
@@ -189,11 +185,9 @@ def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
         device = _device(path, values["device"])
         nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
         hardware = Hardware._checked(nodes, ranks, device, _number(path, values, "gbit_per_s"))
-    if "price_per_node_hour" in values:
-        hardware = replace(hardware, price=_number(path, values, "price_per_node_hour"))
-    if "host_gib" in values:
-        hardware = replace(hardware, host_gib=_number(path, values, "host_gib"))
-    return hardware
+    given = {name: _number(path, values, name) for name in _OF_BOTH if name in values}
+    price, host = given.get("price_per_node_hour", hardware.price), given.get("host_gib", hardware.host_gib)
+    return replace(hardware, price=price, host_gib=host)
 
 
 def _device(path: Path, values: Any) -> Device:
@@ -203,7 +197,8 @@ def _device(path: Path, values: Any) -> Device:
         raise ValueError(f"{path}: device is a name, or a mapping of {', '.join(_OF_DEVICE)}")
     memory, tflops, hbm, link = (_number(path, values, name) for name in _OF_DEVICE[1:])
     host = _number(path, values, "host_gb_per_s") if "host_gb_per_s" in values else 32.0
-    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12)
+    fp8 = _number(path, values, "fp8_tflops") * 1e12 if "fp8_tflops" in values else None
+    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12, fp8)
 
 
 def _number(path: Path, values: Mapping[str, Any], name: str) -> float:

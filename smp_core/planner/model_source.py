@@ -13,7 +13,6 @@ A Transformers model is called with token ids and labels. Another model, a Light
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from torch import nn
 
 from smp_core.outside import how_to_install, read_json
 from smp_core.plan import Entry, example_of
+from smp_core.planner.devices import meant
 from smp_core.planner.known_models import KNOWN_MODELS, known_model
 from smp_core.planner.trace_meter import flat
 
@@ -96,16 +96,15 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
-    near = difflib.get_close_matches(words.rpartition("/")[2].lower(), list(KNOWN_MODELS), n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
     download = ""
     if _ON_HUB.fullmatch(words):
         download = (
             f" Its configuration alone is enough: `hf download {words} config.json` puts it into the hub's cache "
             "(after `hf auth login`, where the owner grants access), where this command looks for it."
         )
+    nearest = meant(words.rpartition("/")[2], KNOWN_MODELS)
     raise ValueError(
-        f"model {words!r} is no file and no known name{meant}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
+        f"model {words!r} is no file and no known name{nearest}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
         "the config.json of a Transformers model, or package.module:function"
     )
 

@@ -341,6 +341,18 @@ class ModelTrace:
         return {}
 
     @cached_property
+    def linear_layers(self) -> tuple[float, float]:
+        """The linear layers of a block, and the inputs and outputs that a token has in them, all added up; of experts
+        those of one layer, and as often as a token meets them."""
+        count = widths = 0.0
+        for each in self.shapes["none"].parameters:
+            if each.name.startswith(self.inside) and len(each.shape) > 1:
+                met = self.experts_of_token if each.name in self.experts else 1.0
+                count += 1 / self.blocks
+                widths += met * sum(each.shape[-2:]) / self.blocks
+        return count, widths
+
+    @cached_property
     def trained(self) -> tuple[float, float]:
         """The shares of a block's elements, and of those outside of blocks, that are trained."""
         inside, outside = ([0, 0], [0, 0])

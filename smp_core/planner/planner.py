@@ -145,10 +145,9 @@ class Recommendation:
 
     def _pick(self, among: Sequence[Candidate], rate: str, share: float) -> Candidate:
         fitted = self.hardware.fitted.with_share(rate, self.hardware.device.name, share)
-        links, tokens = self.hardware.links(fitted), self.workload.sequence
-        timed = []
+        hardware, timed = replace(self.hardware, fitted=fitted), []
         for each in among:
-            model = step_model(each.plan, self.trace, self.hardware, links, tokens, fitted)
+            model = step_model(each.plan, self.trace, hardware, self.workload.sequence)
             timed.append(replace(each, time=model.step(each.micro_batch, each.count)))
         return simplest(sorted(timed, key=lambda each: each.time.total))
 

@@ -25,7 +25,7 @@ from smp_core.engine import decide_activations, decide_pipeline
 from smp_core.engine.decide import decide
 from smp_core.outside import parse_yaml
 from smp_core.plan import TRAINERS_OWN, Cluster, Plan, Precision, chunks_of
-from smp_core.planner.candidate import Candidate, Choice, spread_of
+from smp_core.planner.candidate import Candidate, spread_of
 from smp_core.planner.fitted import band_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
@@ -47,7 +47,7 @@ SHORT_NAMES = {
 """What `--fix` also takes for a knob; `pipeline` with a number is the number of stages."""
 
 TIE = 0.01
-_UNPLANNED = ("units", "fp8", "planner")
+_UNPLANNED = ("units", "planner")
 _FAR = 1 + TIE  # configurations with stages that cannot come as near to the best are not looked at any closer
 
 
@@ -125,10 +125,10 @@ def search(
     found = run.found
     if not found.ranked and found.closest is None:
         raise ValueError(_nothing_allowed(found, workload, hardware, run.space.micro_batch))
-    key = {"time": _by_time, "cost": _by_time, "memory": _by_memory}[objective]
-    found.ranked.sort(key=key)
+    of_memory = objective == "memory"
+    found.ranked.sort(key=_by_memory if of_memory else _by_time)
     if found.ranked:
-        chosen = simplest(found.ranked) if key is _by_time else _with_fewest_knobs(found.ranked, key)
+        chosen = _with_fewest_knobs(found.ranked, _by_memory) if of_memory else simplest(found.ranked)
         found.ranked.remove(chosen)
         found.ranked.insert(0, chosen)
     return found
@@ -144,16 +144,17 @@ def simplest(ranked: Sequence[Candidate]) -> Candidate:
 
 
 def _with_fewest_knobs(ranked: Sequence[Candidate], key: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
-    tied = [each for each in ranked if key(each)[0] <= key(ranked[0])[0] * (1 + TIE)]
+    limit = key(ranked[0])[0] * (1 + TIE)
+    tied = [each for each in ranked if key(each)[0] <= limit]
     return min(tied, key=lambda each: (each.complexity, *key(each)))
 
 
 def _by_time(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.time.total, candidate.complexity, candidate.memory.total, candidate.choice.words)
+    return (candidate.time.total, candidate.complexity, candidate.memory.total, candidate.words)
 
 
 def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.choice.words)
+    return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.words)
 
 
 @dataclass(frozen=True)
@@ -161,23 +162,20 @@ class _States:
     """A plan without recomputation, and the model states of its stages, which recomputation does not change."""
 
     plan: Plan
-    names: tuple[str, ...]
     of_stages: tuple[StageStates, ...]
+
+
+_Timed = tuple[StepModel, tuple[StageStates, ...]]
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A plan and a batch, with what they take of memory; of stages the schedule, and not yet the micro-batches."""
+    """The times of a plan, and a batch, with what they take of memory; of stages the plan has the schedule, and not yet
+    the micro-batches."""
 
-    plan: Plan
-    names: tuple[str, ...]
     model: StepModel
     batch: Batch
     memory: PeakMemory
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits
 
 
 class _Search:
@@ -199,7 +197,6 @@ class _Search:
         self.trace, self.hardware, self.workload = trace, hardware, workload
         self.space = SearchSpace(trace, hardware, workload, fixed, cluster)
         self.cluster, self.precision = cluster, precision
-        self.links = hardware.links()
         flops = model_flops(trace, workload.global_batch, workload.sequence)
         self.shared: dict[Any, Any] = {}  # between models of steps
         self.of_all = (flops, hardware.device.flops, workload.tokens_of_step)
@@ -207,10 +204,6 @@ class _Search:
 
     def look(self) -> None:
         """Walk over layouts; over the other knobs only where the sparest of them fits."""
-        self._walk()
-        self.found.refused += self.space.refused
-
-    def _walk(self) -> None:
         for layout in sorted(self.space.layouts(), key=self._spread):
             stages = layout["pipeline_parallel_degree"]
             split = math.prod(layout[knob] for knob in DEGREES.values())
@@ -229,6 +222,7 @@ class _Search:
             self.found.considered += len(all_knobs) * len(choices) * len(batches)
             if any(near):
                 self._look_inside(all_knobs, choices, near, batches[0])
+        self.found.refused += self.space.refused
 
     def _look_inside(
         self, all_knobs: list[dict[str, Any]], choices: list[dict[str, Any]], near: list[list[Batch]], smallest: Batch
@@ -242,11 +236,18 @@ class _Search:
             states = self._decided(knobs)
             if states is None:
                 continue
-            if not any(each.fits for each in self._ways(states, choices[-1], [smallest], all_of_them=True)):
+            sparest = self._model(states, choices[-1])
+            if sparest is None:
+                continue
+            smallest_first = self._ways(*sparest, [smallest], all_of_them=True)
+            if not any(way.memory.fits for way in smallest_first):
                 continue
             for others, batches in zip(reversed(choices), reversed(near), strict=True):
-                for way in self._ways(states, others, batches) if batches else ():
-                    self._take(way)
+                if not batches:
+                    continue
+                timed = sparest if others is choices[-1] else self._model(states, others)
+                if timed is not None:
+                    self._take(self._ways(*timed, batches))
 
     def _spread(self, layout: dict[str, int]) -> tuple[int, int]:
         pipeline, tensor, context = (layout[f"{axis}_parallel_degree"] for axis in ("pipeline", "tensor", "context"))
@@ -276,10 +277,22 @@ class _Search:
         except ValueError as error:
             self.found.refused.append(str(error))
             return None
-        return _States(plan, tuple(own), states_of(plan, self.workload.states))
+        return _States(plan, states_of(plan, self.workload.states))
+
+    def _model(self, states: _States, knobs: dict[str, Any]) -> _Timed | None:
+        """Return the times of a plan with the knobs of :data:`LATER`, and its stages' states; None: refused."""
+        try:
+            plan = self._decided_later(states.plan, knobs)
+        except ValueError as error:
+            self.found.refused.append(str(error))
+            return None
+        of_stages = states.of_stages
+        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
+            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        return step_model(plan, self.trace, self.hardware, self.workload.sequence, self.shared), of_stages
 
     def _ways(
-        self, states: _States, knobs: dict[str, Any], batches: list[Batch], all_of_them: bool = False
+        self, model: StepModel, of_stages: tuple[StageStates, ...], batches: list[Batch], all_of_them: bool = False
     ) -> Iterator[_Way]:
         """Yield what rising micro-batches take of memory, the first that does not fit last. Without stages a larger
         micro-batch never makes a step longer, so that only the largest that fits is yielded.
@@ -287,16 +300,7 @@ class _Search:
         Args:
             all_of_them: also those that are far behind the best.
         """
-        tokens = self.workload.sequence
-        try:
-            plan = self._decided_later(states.plan, knobs)
-        except ValueError as error:
-            self.found.refused.append(str(error))
-            return
-        model = step_model(plan, self.trace, self.hardware, self.links, tokens, self.hardware.fitted, self.shared)
-        of_stages = states.of_stages
-        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
-            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        plan, tokens = model.plan, self.workload.sequence
         takes_largest = self.prunes and plan.stages is None and not all_of_them
         if takes_largest and self._is_behind_its_like(model, batches[-1]):
             return
@@ -308,7 +312,7 @@ class _Search:
                 continue
             sizes = (batch.size, batch.count)
             memory = peak_memory(plan, self.trace, *sizes, tokens, of_stages, batch.in_stages)
-            way = _Way(plan, (*states.names, *knobs), model, batch, memory)
+            way = _Way(model, batch, memory)
             if not takes_largest:
                 yield way
             if not memory.fits:
@@ -330,7 +334,7 @@ class _Search:
         """Return whether computing alone takes stages longer than the best configuration so far: what all compute by
         the number of stages, or what the one with most blocks does, and the first round."""
         stages = layout["pipeline_parallel_degree"]
-        if stages == 1 or not self.prunes:
+        if stages == 1 or not self.prunes or self.space.fixed.get("fp8"):  # which computes in less
             return False
         context, mode = layout["context_parallel_degree"], knobs["activations"].checkpoint
         if mode not in self.trace.block:
@@ -367,26 +371,29 @@ class _Search:
             plan = decide_pipeline(plan, {**self.space.pipeline, "schedule": knobs["pipeline"]})
         return plan
 
-    def _take(self, way: _Way) -> None:
-        """Rank a configuration that fits; one with stages only if it is not far behind the best."""
-        if not way.fits or (self.objective == "memory" and way.plan.stages and way.memory.total > _FAR * self.best):
-            return
-        candidate = self._candidate(way)
-        self.found.ranked.append(candidate)
-        outline = (way.plan.layout, way.model.mode)
-        self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
-        self.best = min(self.best, candidate.memory.total if self.objective == "memory" else candidate.time.total)
+    def _take(self, ways: Iterator[_Way]) -> None:
+        """Rank configurations that fit; those with stages only if they are not far behind the best."""
+        of_memory = self.objective == "memory"
+        for way in ways:
+            is_far = way.model.plan.stages is not None and way.memory.total > _FAR * self.best
+            if not way.memory.fits or (of_memory and is_far):
+                continue
+            candidate = self._candidate(way)
+            self.found.ranked.append(candidate)
+            outline = (candidate.plan.layout, way.model.mode)
+            self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
+            self.best = min(self.best, candidate.memory.total if of_memory else candidate.time.total)
 
     def _candidate(self, way: _Way) -> Candidate:
-        plan, batch = way.plan, way.batch
+        plan, batch = way.model.plan, way.batch
         if isinstance(way.model, StagedModel):
             time = way.model.step(batch.size, batch.count, batch.in_stages)
             flow = {**self.space.pipeline, "schedule": plan.knobs.pipeline.schedule}
             plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
         else:
             time = way.model.step(batch.size, batch.count)
-        choice = Choice(plan.knobs.unresolved, plan, way.names)
-        return Candidate(choice, batch.size, batch.count, way.memory, time, *self.of_all, band_of(plan.layout))
+        band = band_of(plan.layout, plan.knobs.fp8 is not None)
+        return Candidate(plan, batch.size, batch.count, way.memory, time, *self.of_all, band)
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:

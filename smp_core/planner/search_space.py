@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_core.cluster import DEGREES
-from smp_core.config import Activations, Pipeline
+from smp_core.config import Activations, Fp8Recipe, Pipeline
 from smp_core.plan import Cluster, chunks_of
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
@@ -68,6 +68,28 @@ class SearchSpace:
         self.pipeline = {} if given is None else {k: v for k, v in given.to_dict().items() if v != "auto"}
         self.refused: list[str] = []
         self._require_dealt_evenly()
+        if workload.precision != "trainer":  # a run emulates what its device does not have
+            self._require_fp8_products()
+
+    def _require_fp8_products(self) -> None:
+        asked, device = self.fixed.get("fp8"), self.hardware.device
+        recipe = None if asked is None else Fp8Recipe.read(asked)
+        if recipe is None:
+            return
+        if device.fp8_flops is None:
+            raise ValueError(
+                f"fp8={asked!r}: {device.name} has no tensor cores for FP8 in its data sheet, without which products "
+                "are emulated; leave fp8 out, plan for a device that has them, as h100-80g, or write fp8_tflops "
+                "of one's own device into its YAML file"
+            )
+        plain = Fp8Recipe()
+        for field in ("backend", "include", "exclude"):
+            value, planned = getattr(recipe, field), getattr(plain, field)
+            if value != planned:
+                raise ValueError(
+                    f"fp8.{field}={value!r} is not planned with: the native layers in all places are; leave it out, "
+                    "and add it to the file by hand"
+                )
 
     def _require_dealt_evenly(self) -> None:
         """Refuse a fixed degree that does not divide the experts of a layer, or that is neither a part of a node's
@@ -214,7 +236,7 @@ class SearchSpace:
     def _schedules(self, stages: int) -> list[str]:
         if "schedule" in self.pipeline:
             return [self.pipeline["schedule"]]
-        between, tokens = self.hardware.links().inter, self.workload.sequence
+        between, tokens = self.hardware.links.inter, self.workload.sequence
         message = self.trace.block["full"].at(1, tokens).kept
         of_block, _ = computed_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens)
         computing = of_block * self.trace.blocks / stages

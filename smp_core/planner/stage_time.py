@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from smp_core.cluster import Links
 from smp_core.plan import Plan, chunks_of, computations
-from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart
@@ -76,13 +75,7 @@ class _OfSize:
 
 
 def step_model(
-    plan: Plan,
-    trace: ModelTrace,
-    hardware: Hardware,
-    links: Links,
-    tokens: int,
-    fitted: Fitted = FITTED,
-    shared: dict[Any, Any] | None = None,
+    plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
 ) -> StepModel:
     """Return the times of a plan, with pipeline stages or without.
 
@@ -91,8 +84,8 @@ def step_model(
         shared: as of :class:`StagedModel`.
     """
     if plan.stages is None:
-        return StepModel(plan, trace, hardware, links, tokens, fitted)
-    return StagedModel(plan, trace, hardware, links, tokens, fitted, shared)
+        return StepModel(plan, trace, hardware, tokens)
+    return StagedModel(plan, trace, hardware, tokens, shared)
 
 
 class StagedModel(StepModel):
@@ -103,25 +96,16 @@ class StagedModel(StepModel):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        trace: ModelTrace,
-        hardware: Hardware,
-        links: Links,
-        tokens: int,
-        fitted: Fitted = FITTED,
-        shared: dict[Any, Any] | None = None,
+        self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
     ) -> None:
-        super().__init__(plan, trace, hardware, links, tokens, fitted)
+        super().__init__(plan, trace, hardware, tokens)
         self._shared = {} if shared is None else shared
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
         self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
-        first = plan.shapes.first_trained
-        gathered, self.reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
-        gathers = {n: of.partition("all_gather", n * gathered) if n else 0.0 for n in set(sharded)}
+        gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
         of_trained = trace.trained[1] * self.reduced
         sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
@@ -231,7 +215,7 @@ class StagedModel(StepModel):
 
     def _measured(self, micro_batch: int) -> _OfSize:
         held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
-        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
+        block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
         chunked = self.plan.knobs.chunked_cross_entropy is not None
         key = (micro_batch, held, degree, self.mode, chunked, self.experts)
         if key not in self._shared:
@@ -267,8 +251,7 @@ class StagedModel(StepModel):
         before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
         behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
         degree = self.trace.rest_degree(self.plan.layout.tensor)
-        device, fitted = self.hardware.device, self.fitted
-        early = [computing_seconds(before, phase, degree, device, fitted) for phase in ("forward", "backward")]
+        early = [computing_seconds(before, phase, degree, self.hardware) for phase in ("forward", "backward")]
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again

@@ -13,15 +13,13 @@ The constants are in :mod:`smp_core.planner.fitted`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from smp_core.cluster import Collectives, Kind, Links
+from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
-from smp_core.planner.devices import Device
 from smp_core.planner.expert_bytes import dealt_elements, expert_degree, token_bytes
-from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathers_fp8
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
@@ -65,13 +63,12 @@ class StepTime:
 _COUNTED = ("products", "attention", "moved", "experts", "weights")
 
 
-def computing_seconds(
-    figures: Figures, phase: str, tensor: int, device: Device, fitted: Fitted = FITTED, context: int = 1
-) -> float:
+def computing_seconds(figures: Figures, phase: str, tensor: int, hardware: Hardware, context: int = 1) -> float:
     """Return the seconds of "forward" or "backward" of what ``tensor`` ranks share: products, attention (the queries of
     one context rank meet the keys of all), bytes moved by other operators, and grouped products, which take at least
     the reading of all experts' matrices."""
     products, attention, moved, experts, weights = (getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED)
+    device, fitted = hardware.device, hardware.fitted
     of_products = device.flops * fitted.products_of(device.name)
     of_attention = device.flops * fitted.attention_of(device.name)
     bandwidth = device.hbm * fitted.moving
@@ -91,22 +88,19 @@ def computed_seconds(
 ) -> tuple[float, float]:
     """Return the seconds that a block, whose experts are dealt to so many ranks, computes forward and backward, and
     what is left of the model, at the least."""
-    device, fitted = hardware.device, hardware.fitted
     block = trace.block[mode].at(micro_batch, held).of_experts_over(experts)
     rest = trace.rest[mode].at(micro_batch, held)
     degree = trace.rest_degree(tensor)
-    of_rest = [computing_seconds(rest, phase, degree, device, fitted) for phase in ("forward", "backward")]
-    return sum(pass_seconds(block, tensor, context, device, fitted)), sum(of_rest)
+    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in ("forward", "backward")]
+    return sum(pass_seconds(block, tensor, context, hardware)), sum(of_rest)
 
 
-def pass_seconds(
-    figures: Figures, tensor: int, context: int, device: Device, fitted: Fitted = FITTED
-) -> tuple[float, float]:
+def pass_seconds(figures: Figures, tensor: int, context: int, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
-    forward, backward = (
-        computing_seconds(figures, phase, tensor, device, fitted, context) for phase in ("forward", "backward")
-    )
-    return max(forward, fitted.launching), max(backward, fitted.launching)
+    least = hardware.fitted.launching
+    forward = computing_seconds(figures, "forward", tensor, hardware, context)
+    backward = computing_seconds(figures, "backward", tensor, hardware, context)
+    return max(forward, least), max(backward, least)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -121,12 +115,10 @@ class StepModel:
         tokens: of a whole sequence.
     """
 
-    def __init__(
-        self, plan: Plan, trace: ModelTrace, hardware: Hardware, links: Links, tokens: int, fitted: Fitted = FITTED
-    ) -> None:
-        self.plan, self.trace, self.hardware, self.tokens, self.fitted = plan, trace, hardware, tokens, fitted
-        self.mode = recomputation(plan)
-        self.collectives = _GroupCollectives(plan, links, lambda nodes: hardware.slowed(nodes, fitted))
+    def __init__(self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int) -> None:
+        self.plan, self.trace, self.hardware, self.tokens = plan, trace, hardware, tokens
+        self.fitted, self.mode = hardware.fitted, recomputation(plan)
+        self.collectives = _GroupCollectives(plan, hardware)
         first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
@@ -139,14 +131,16 @@ class StepModel:
         spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
         kept = knobs.reshard_after_forward
         of = self.collectives
-        self.gather = [of.partition("all_gather", n * gathered.itemsize, spare_gather) for n in (of_blocks, of_root)]
+        stored = 1 if gathers_fp8(plan, hardware) else gathered.itemsize  # of blocks
+        of_units = (of_blocks * stored, of_root * gathered.itemsize)
+        self.gather = [of.partition("all_gather", n_bytes, spare_gather) for n_bytes in of_units]
         self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
+        again = of.inside(of_blocks * stored) if type(kept) is int else self.gather[0]
         self.experts, (whole, dealt) = expert_degree(plan), dealt_elements(plan, trace)
         if self.experts > 1:  # units of their own, gathered over fewer ranks
             n, share = of_blocks - whole, trace.trained[0]
-            exact, stored = dealt * gathered.itemsize, gathered.itemsize
+            exact = dealt * stored
             self.gather[0] = of.partition("all_gather", n * stored, spare_gather) + of.same_experts("all_gather", exact)
             sums = of.same_experts("reduce_scatter", dealt * share * reduced.itemsize)
             self.sum[0] = of.partition("reduce_scatter", n * share * reduced.itemsize, spare_sum) + sums
@@ -154,7 +148,8 @@ class StepModel:
             if type(kept) is int:
                 again = of.inside(n * stored) + of.same_experts("all_gather", exact)
         self.gather_again = 0.0 if kept is False else again
-        self.spare_hop, self.stored = spare_hop, gathered.itemsize
+        self.agreeing = of.everywhere(amax_bytes(plan, trace, hardware))
+        self.spare_hop, self.stored, self.reduced = spare_hop, gathered.itemsize, reduced.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
 
@@ -162,7 +157,7 @@ class StepModel:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
         held = self.tokens / self.plan.layout.context
         rest = self.trace.rest[self.mode].at(micro_batch, held)
-        block = self.trace.block[self.mode].at(micro_batch, held).of_experts_over(self.experts)
+        block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
         forward, backward = self._computing(block, self.plan.layout.tensor)
         of_rests = self._computing(rest, self.trace.rest_degree(self.plan.layout.tensor))
         of_rest = sum(of_rests)
@@ -179,12 +174,12 @@ class StepModel:
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
         """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
-        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware.device, self.fitted)
+        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware)
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
         plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
-        gathers = replicas = 0.0
+        gathers = 0.0
         for place, times in _places(count):
             gathered = place in ("first", "only") or not plan.keeps_parameters
             reduced = place in ("last", "only") or not plan.keeps_gradients
@@ -196,8 +191,7 @@ class StepModel:
             gathers += times * (blocks * waited + at_ends)
         # The window's sums go while the last backward runs, and the root's after it.
         idle = max(backward - self.gather_again - self.sum[0], 0.0)
-        replicas += blocks * exposed_seconds(idle, self.hop[0], share) + self.hop[1]
-        return gathers, replicas
+        return gathers, blocks * exposed_seconds(idle, self.hop[0], share) + self.hop[1]
 
     def _tensor_seconds(self, micro_batch: int, held: float) -> float:
         """Return a block's gathers of tokens before, and sums after, its two split products; backward has as many."""
@@ -242,10 +236,10 @@ class StepModel:
         plan, device = self.plan, self.hardware.device
         elements = self.trained * parameters / plan.shard_degree
         over_world = plan.knobs.optimizer_shard == "world"
-        after = 0.0
+        after = self.agreeing
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(self.trained * parameters * self.stored)
+            after += self.collectives.replicas(self.trained * parameters * self.stored, kinds=("all_gather",))
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -260,17 +254,13 @@ def _places(count: int) -> list[tuple[str, int]]:
 
 
 class _GroupCollectives:
-    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links.
+    """Times of collectives over a plan's groups. Tensor groups stand side by side in nodes and share their links."""
 
-    Args:
-        slowed: nodes of a group -> how many times longer its bytes between nodes take.
-    """
-
-    def __init__(self, plan: Plan, links: Links, slowed: Callable[[int], float]) -> None:
-        self.slowed = slowed
-        self.layout, self.links = plan.layout, links
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        self.slowed, self.links = hardware.slowed, hardware.links
+        self.layout = plan.layout
         self.degree = plan.shard_degree
-        self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
+        self.per_node = max(self.links.ranks_per_node // plan.layout.tensor, 1)
         self.in_stages = plan.hierarchical
         self.scatters = plan.knobs.optimizer_shard == "world"
         self.experts = expert_degree(plan)
@@ -301,15 +291,15 @@ class _GroupCollectives:
         ranks = min(self.degree, self.per_node)
         return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
 
-    def replicas(self, n_bytes: float, spared: float) -> float:
-        """Return the seconds of the sum of a unit's shards across replicas; where each steps a part of them, it gets no
-        more than that part's sum."""
-        kinds: tuple[Kind, ...] = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
-        return self._across_replicas(kinds, n_bytes, spared)
-
-    def replicas_gather(self, n_bytes: float) -> float:
-        """Return the seconds in which replicas gather the parts that each has stepped."""
-        return self._across_replicas(("all_gather",), n_bytes, 1.0)
+    def everywhere(self, n_bytes: float) -> float:
+        """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
+        nodes, k = self.links.nodes, self.links.ranks_per_node
+        seconds = 0.0
+        if n_bytes and k > 1:
+            seconds += self._of("intra").seconds("all_reduce", k, n_bytes)
+        if n_bytes and nodes > 1:
+            seconds += self._of("inter").seconds("all_reduce", nodes, n_bytes / k)
+        return seconds
 
     def tensor(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a tensor group."""
@@ -324,7 +314,14 @@ class _GroupCollectives:
         """Return the seconds of a message from a rank to another one."""
         return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
 
-    def _across_replicas(self, kinds: tuple[Kind, ...], n_bytes: float, spared: float) -> float:
+    def replicas(self, n_bytes: float, spared: float = 1.0, kinds: tuple[Kind, ...] = ()) -> float:
+        """Return the seconds of collectives on a unit's shards across replicas.
+
+        Args:
+            kinds: (): those of a sum; where each replica steps a part of the shard, it gets no more than that part's.
+        """
+        if not kinds:
+            kinds = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
         replicas, held = self.layout.replicate, n_bytes / self.degree
         if replicas == 1:
             return 0.0

@@ -17,7 +17,6 @@ from smp_core.engine.decide import decide
 from smp_core.entry import parallelize
 from smp_core.plan import TRAINERS_OWN, Cluster, Shapes, estimate
 from smp_core.planner import RunningStep, Workload, plan, plan_run
-from smp_core.planner.devices import DEVICES
 from smp_core.planner.dry_run import dry_run_of
 from smp_core.planner.explain import as_dict, as_yaml, table
 from smp_core.planner.fitted import FITTED
@@ -218,7 +217,7 @@ def test_bounds_of_a_search_are_of_the_experts_that_a_rank_reads(mixture: ModelT
             decide(mixture.of_precision("none", "mixed", experts > 1), knobs_of(4, experts, others), hardware.cluster())
             for others in ({}, {"pipeline_parallel_degree": 2})
         ]
-        machines = (mixture, hardware, hardware.links(), TOKENS, hardware.fitted)
+        machines = (mixture, hardware, TOKENS)
         whole, staged, again = (
             step_model(made[0], *machines),
             step_model(made[1], *machines, shared),
@@ -247,10 +246,10 @@ def test_blocks_are_those_of_the_most_common_kind() -> None:
 
 def test_products_of_few_tokens_take_the_reading_of_all_experts() -> None:
     """A matrix of 1 GiB for one row: not by its FLOPs, but by the memory's bandwidth."""
-    device = DEVICES["h100-80g"]
+    hardware = Hardware.parse("1x8:h100-80g")
     figures = Figures(forward_experts=2**30, forward_weights=2**30)
-    seconds = computing_seconds(figures, "forward", 1, device)
-    assert seconds == pytest.approx(2**30 / (device.hbm * FITTED.moving))
+    seconds = computing_seconds(figures, "forward", 1, hardware)
+    assert seconds == pytest.approx(2**30 / (hardware.device.hbm * FITTED.moving))
 
 
 DEGREES = [
@@ -316,6 +315,6 @@ def test_tokens_between_nodes_cross_once_where_they_take_two_hops(mixture: Model
     rows = 2 * 8 * TOKENS * 64 * 2  # two for each token, in bfloat16
     kept = [peak_memory(each, mixture, 8, 2, TOKENS).activations for each in (one, two)]
     assert kept[1] - kept[0] == pytest.approx(4 * 2 * rows * 5 / 6, abs=8)
-    machines = (mixture, hardware, hardware.links(), TOKENS, hardware.fitted)
+    machines = (mixture, hardware, TOKENS)
     hops = [step_model(each, *machines).step(64, 1).experts for each in (one, two)]
     assert hops[1] / hops[0] == pytest.approx(5 / 6 + 12 / 256, rel=0.05)

@@ -117,9 +117,9 @@ def test_ends_of_a_model_take_what_they_hold_of_a_tied_embedding_and_of_an_untie
 
 def test_a_step_through_stages_is_computing_and_what_is_waited_for(tiny: ModelTrace) -> None:
     made, machines = staged(tiny, pipeline={"microbatches": 8}), hardware(1.0)
-    time = step_model(made, tiny, machines, machines.links(), TOKENS).step(4, 8)
+    time = step_model(made, tiny, machines, TOKENS).step(4, 8)
     alone = decide(tiny.of_precision("none", "mixed"), SmpConfig(shard_degree=2), machines.cluster())
-    whole = step_model(alone, tiny, machines, machines.links(), TOKENS).step(4, 8)
+    whole = step_model(alone, tiny, machines, TOKENS).step(4, 8)
     # That of the last stage, which has the head, and is busy longer than the mean one. 5 %: of what it waits for.
     assert time.stage == 3 and time.over_mean > 0.2
     assert time.compute == pytest.approx((1 + time.over_mean) * whole.compute / 4, rel=0.05)

@@ -139,7 +139,7 @@ def model_of(large: ModelTrace, cluster: str, **knobs: Any) -> StepModel:
     hardware = Hardware.parse(cluster)
     asked = SmpConfig(param_dtype="bfloat16", activations="full", **knobs)
     made = decide(large.of_precision("full", "mixed"), asked, hardware.cluster())
-    return StepModel(made, large, hardware, hardware.links(), 2048)
+    return StepModel(made, large, hardware, 2048)
 
 
 def test_a_gather_in_two_stages_takes_latency_and_bytes_of_both(large: ModelTrace) -> None:
@@ -204,16 +204,15 @@ def test_large_groups_over_the_first_efa_get_a_smaller_share_of_the_link(large: 
     ones, it does not."""
     seconds = {}
     first = Hardware.parse("16xp4d")
-    links = first.links()
     machines = {
         "first": first,
         "other": Hardware.parse("16x8:a100-40g@400gbps"),
-        "measured": replace(first, measured=links),
+        "measured": replace(first, measured=first.links),
     }
     for name, hardware in machines.items():
         knobs = SmpConfig(shard_degree=128, collectives={"hierarchical": False})
         made = decide(large.of_precision("none", "mixed"), knobs, hardware.cluster())
-        found = StepModel(made, large, hardware, links, 2048)
+        found = StepModel(made, large, hardware, 2048)
         seconds[name] = found.gather[0] - 127 * FITTED.latency_between
     assert seconds["first"] == pytest.approx(8**FITTED.falls * seconds["other"])
     assert seconds["measured"] == pytest.approx(seconds["other"])
@@ -224,9 +223,8 @@ def _with(candidate: Candidate, seconds: float, shard: int, tensor: int = 1) -> 
     hardware = Hardware.parse("4x8:a100-80g@400gbps")
     knobs = SmpConfig(shard_degree=shard, tensor_parallel_degree=tensor)
     made = decide(candidate.plan.shapes, knobs, hardware.cluster())
-    choice = replace(candidate.choice, asked=knobs, plan=made, names=("shard_degree", "tensor_parallel_degree"))
     time = StepTime(seconds, *[0.0] * 6)
-    return replace(candidate, choice=choice, time=time, band=band_of(made.layout))
+    return replace(candidate, plan=made, time=time, band=band_of(made.layout))
 
 
 def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
@@ -488,9 +486,9 @@ def write_log(folder: Path, large: ModelTrace, true: Fitted, **asked: Any) -> Pa
     hardware = replace(Hardware.parse("2x8:a100-80g@400gbps"), fitted=true)
     knobs = SmpConfig(param_dtype="bfloat16", activations={"checkpoint": "full"}, **asked)
     made = decide(large.of_precision("full", "mixed"), knobs, hardware.cluster())
-    links = hardware.links()
+    links = hardware.links
     parts = 1 if made.stages is None else int(made.knobs.pipeline.microbatches)
-    seconds = step_model(made, large, hardware, links, 2048, true).step(2, 4 * parts).total
+    seconds = step_model(made, large, hardware, 2048).step(2, 4 * parts).total
     path = folder / "run.jsonl"
     run_log.append(path, "run", step=0, micro_batches=4, **_of_plan(made, [], 4))
     samples = 2 * 4 * parts * made.layout.replicate * made.layout.shard

@@ -104,9 +104,9 @@ def test_constants_of_a_device_come_to_their_places(fits: Any) -> None:
     assert (found.products_of("H100"), found.link, found.moving) == (0.4, 0.3, FITTED.moving)
 
 
-HARDWARE = Hardware(4, 8, DEVICES["a100-80g"], 1600)
 CONSTANTS = replace(FITTED, products={"": 0.5}, moving=1.0, link=1.0, network=1.0, launching=0.0)
 WITHOUT_LATENCY = replace(CONSTANTS, latency_inside=0.0, latency_between=0.0)
+HARDWARE = Hardware(4, 8, DEVICES["a100-80g"], 1600, fitted=WITHOUT_LATENCY)
 PEAK, LINK, NETWORK, MEMORY = 312e12, 300e9, 25e9, 2039e9
 LAYER = Figures(forward_products=1e12, backward_products=3e12, kept=3e8)
 HEAD = Figures(forward_products=2e12, backward_products=4e12)
@@ -123,18 +123,18 @@ def test_megatron_s_step_is_that_of_its_arithmetic(megatron: Any) -> None:
     summed = 2 * 1 / 2 * gradients / LINK + 2 * 1 / 2 * gradients / 2 / NETWORK
     updated = 28 * 1e9 / 2 / MEMORY
     expected = 5 * (of_stage + of_head) + of_stage + summed + updated
-    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE, WITHOUT_LATENCY) == pytest.approx(expected)
+    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(expected)
 
 
 def test_one_device_computes_and_steps(megatron: Any) -> None:
     run = megatron.Run(6, 1, 1, 1, 1, 5, 2048)
     expected = 5 * (6 * 4e12 + 6e12) / (PEAK / 2) + 28 * 1e9 / MEMORY
-    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE, CONSTANTS) == pytest.approx(expected)
+    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(expected)
 
 
 def test_sums_over_nodes_go_in_two_stages(megatron: Any) -> None:
     """Sixteen tensor ranks are two nodes; sixteen data ranks of four tensor ranks are eight."""
-    links = HARDWARE.links(WITHOUT_LATENCY)
+    links = HARDWARE.links
     assert megatron.tensor_sum(links, 1, 1e9) == 0.0
     assert megatron.tensor_sum(links, 16, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / LINK + 2 * 1 / 2 * 1e9 / 8 / NETWORK)
     run = megatron.Run(6, 4, 16, 1, 1, 1, 2048)
