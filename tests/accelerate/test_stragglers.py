@@ -118,8 +118,15 @@ def loops(cases: list[tuple[Part, int]]) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_bare_loop_names_the_slow_rank_and_its_part() -> None:
-    cases: list[tuple[Part, int]] = [("forward", 1), ("backward", 0), ("data", 1), ("optimizer", 0)]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("forward", 1), ("data", 0)],
+        pytest.param([("backward", 0), ("data", 1), ("optimizer", 0)], marks=pytest.mark.slow),
+    ],
+    ids=["some", "more"],
+)
+def test_a_bare_loop_names_the_slow_rank_and_its_part(cases: list[tuple[Part, int]]) -> None:
     of_ranks = run_ranks(loops, 2, cases)
     for results in of_ranks:
         for (part, rank), result in zip(cases, results, strict=True):

@@ -26,7 +26,7 @@ from examples.corpus import Corpus, TextData
 from tests.harness import ROOT, free_port, going_on, run_script
 
 SMALL = ["--vocab-size", "300", "--seq-len", "64", "--max-mb", "0.6", "--validation-blocks", "64"]
-STEPS = 60
+STEPS = 45
 SCRIPT = "examples/train_gpt2.py"
 
 

@@ -252,11 +252,12 @@ def test_products_of_few_tokens_take_the_reading_of_all_experts() -> None:
     assert seconds == pytest.approx(2**30 / (hardware.device.hbm * FITTED.moving))
 
 
-DEGREES = [
-    *((4, 1, {}), (4, 2, {}), (2, 2, {}), (4, 2, {"activations": "full", "reshard_after_forward": 2})),
-    *((4, 4, {}), (4, 4, {"collectives": {"hierarchical": False}})),
+DEGREES: list[tuple[int, int, dict[str, Any]]] = [
+    (4, 2, {"activations": "full", "reshard_after_forward": 2}),
+    (4, 4, {}),
 ]
 """Shard and expert degrees on 2 nodes of 2 ranks, and other knobs."""
+MORE_DEGREES = [(4, 1, {}), (4, 2, {}), (2, 2, {}), (4, 4, {"collectives": {"hierarchical": False}})]
 SAMPLES, COUNT = 2, 2
 
 
@@ -265,10 +266,10 @@ def knobs_of(shard: int, experts: int, others: dict[str, Any]) -> SmpConfig:
     return SmpConfig(**degrees, param_dtype="bfloat16", **others)
 
 
-def sent_with_even_choices() -> list[dict[str, float]]:
+def sent_with_even_choices(cases: list[tuple[int, int, dict[str, Any]]]) -> list[dict[str, float]]:
     """The bytes of a step of each case, by a router that gives all choices of experts as many tokens."""
     found = []
-    for case in DEGREES:
+    for case in cases:
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
         parallel = parallelize(model, knobs_of(*case))
@@ -290,11 +291,14 @@ def _evenly(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, 
     return hidden, choices[torch.arange(len(chosen)) % len(choices)], weights
 
 
-def test_planned_bytes_of_dealt_experts_are_those_of_a_run(mixture: ModelTrace) -> None:
+@pytest.mark.parametrize("cases", [DEGREES, pytest.param(MORE_DEGREES, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_planned_bytes_of_dealt_experts_are_those_of_a_run(
+    mixture: ModelTrace, cases: list[tuple[int, int, dict[str, Any]]]
+) -> None:
     """5 %: what else is sent beside units and tokens is of a few numbers."""
-    ran = run_ranks(sent_with_even_choices, 4, ranks_per_node=2)[0]
+    ran = run_ranks(sent_with_even_choices, 4, cases, ranks_per_node=2)[0]
     cluster = Hardware.parse("2x2:h100-80g@100gbps").cluster()
-    for case, seen in zip(DEGREES, ran, strict=True):
+    for case, seen in zip(cases, ran, strict=True):
         asked = knobs_of(*case)
         shapes = mixture.of_precision(str(asked.activations.checkpoint), "mixed", case[1] > 1)
         planned = sent_bytes(decide(shapes, asked, cluster), mixture, SAMPLES, COUNT, TOKENS)
