@@ -74,10 +74,8 @@ def stepping(knobs: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def worker(rounds: int) -> dict[str, Any]:
+def in_turns(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
     """Train by turns; return the seconds and the bytes of each step by layout."""
-    dist.init_process_group("gloo")
-    steps = {name: stepping(knobs) for name, knobs in layouts().items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, list[int]] = {name: [] for name in steps}
     for number in range(rounds + 1):
@@ -92,14 +90,20 @@ def worker(rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sent}
 
 
-def measure(nodes: int, rate: int, rounds: int) -> dict[str, Any]:
+def in_lab(script: str, nodes: int, rate: int, rounds: int) -> dict[str, Any]:
+    """Run a script's workers on nodes of the lab; return what rank 0 reports."""
     command = [sys.executable, str(NETLAB), "run", "--nodes", str(nodes), "--ranks", str(RANKS)]
-    command += ["--rate", f"{rate}mbit", "--delay", "1ms", "--", sys.executable, __file__, "--worker"]
+    command += ["--rate", f"{rate}mbit", "--delay", "1ms", "--", sys.executable, script, "--worker"]
     done = subprocess.run([*command, "--rounds", str(rounds)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    found = json.loads(lines[0].partition("REPORT ")[2])
+    found: dict[str, Any] = json.loads(lines[0].partition("REPORT ")[2])
+    return found
+
+
+def measure(nodes: int, rate: int, rounds: int) -> dict[str, Any]:
+    found = in_lab(__file__, nodes, rate, rounds)
     medians = {name: statistics.median(each) for name, each in found["seconds"].items()}
     sent = {name: statistics.median(each) for name, each in found["bytes"].items()}
     ratios = {}
@@ -116,7 +120,8 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        found = worker(args.rounds)
+        dist.init_process_group("gloo")
+        found = in_turns({name: stepping(knobs) for name, knobs in layouts().items()}, args.rounds)
         if dist.get_rank() == 0:
             print("REPORT", json.dumps(found), flush=True)
         return
