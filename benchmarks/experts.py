@@ -74,8 +74,10 @@ def stepping(knobs: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def in_turns(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
-    """Train by turns; return the seconds and the bytes of each step by layout."""
+def work(steps_of: Callable[[], dict[str, Callable[[], None]]], rounds: int) -> None:
+    """Train by turns on each rank of the lab; rank 0 reports the seconds and the bytes of each step by name."""
+    dist.init_process_group("gloo")
+    steps = steps_of()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, list[int]] = {name: [] for name in steps}
     for number in range(rounds + 1):
@@ -87,7 +89,8 @@ def in_turns(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any
             if number:  # the first one makes buffers
                 seconds[name].append(time.perf_counter() - began)
                 sent[name].append(counters()["tx_bytes"] - before)
-    return {"seconds": seconds, "bytes": sent}
+    if dist.get_rank() == 0:
+        print("REPORT", json.dumps({"seconds": seconds, "bytes": sent}), flush=True)
 
 
 def in_lab(script: str, nodes: int, rate: int, rounds: int) -> dict[str, Any]:
@@ -120,10 +123,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        dist.init_process_group("gloo")
-        found = in_turns({name: stepping(knobs) for name, knobs in layouts().items()}, args.rounds)
-        if dist.get_rank() == 0:
-            print("REPORT", json.dumps(found), flush=True)
+        work(lambda: {name: stepping(knobs) for name, knobs in layouts().items()}, args.rounds)
         return
     parameters = sum(each.numel() for each in MixtralForCausalLM(MixtralConfig(**SHAPE)).parameters())
     result: dict[str, Any] = {**about("experts"), "parameters": parameters, "rounds": args.rounds, "results": []}

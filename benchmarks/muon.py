@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from cluster.lab_model import LENGTH, VOCABULARY, Model
-from experts import in_lab, in_turns
+from experts import in_lab, work
 from machine import about
 
 from smp_core.config import SmpConfig
@@ -63,10 +63,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        dist.init_process_group("gloo")
-        found = in_turns({name: stepping(name) for name in OPTIMIZERS}, args.rounds)
-        if dist.get_rank() == 0:
-            print("REPORT", json.dumps(found), flush=True)
+        work(lambda: {name: stepping(name) for name in OPTIMIZERS}, args.rounds)
         return
     found = in_lab(__file__, NODES, RATE, args.rounds)
     result: dict[str, Any] = {**about("muon"), "nodes": NODES, "mbit": RATE, "rounds": args.rounds, "goal": 1.15}
