@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_smp.processes import ProcessGroupStrategy
+from smp_core.torch_facts import mixin_before
 from smp_core.watch import ENDING, Preempted, looks_like_a_lost_peer
 
 logger = logging.getLogger("smp")
@@ -41,7 +42,7 @@ def exception_checkpoints(trainer: Trainer) -> list[str]:
 def _derived(kind: Any) -> Any:
     # The name is part of the key of ModelCheckpoint's state.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (_SavesTogether, kind), names)
+    return type(kind.__name__, (mixin_before(_SavesTogether, kind), kind), names)
 
 
 class _SavesTogether(Callback):

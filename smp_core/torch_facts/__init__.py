@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
+    from smp_core.torch_facts.class_layout import base_without_dict as base_without_dict, mixin_before as mixin_before
     from smp_core.torch_facts.coded import (
         CodedTensor as CodedTensor,
         as_codes as as_codes,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from abc import ABC
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_smp.exception_saves import exception_checkpoints, take_over_exception_saves
 from smp_core.checkpoint import read_manifest
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
-from tests.lightning.running import Run, make_trainer, report
+from tests.lightning.running import QUIET, Run, make_trainer, report
 
 BATCHES = 8
 
@@ -102,3 +104,14 @@ def test_a_run_that_fails_on_all_ranks_goes_on_where_it_failed(tmp_path: Path) -
 @pytest.mark.slow
 def test_with_every_callback_and_kind_of_save(tmp_path: Path) -> None:
     check(MORE, tmp_path)
+
+
+class Abstract(ABC, OnExceptionCheckpoint):
+    """A callback of a user's, whose class begins with a base that has no ``__dict__``."""
+
+
+def test_a_callback_of_any_class_saves_on_all_ranks_or_none(tmp_path: Path) -> None:
+    trainer = Trainer(**{**QUIET, "enable_checkpointing": True, "callbacks": [Abstract(tmp_path)]})
+    take_over_exception_saves(trainer)
+    (callback,) = (each for each in trainer.callbacks if isinstance(each, Abstract))
+    assert type(callback) is not Abstract and exception_checkpoints(trainer) == [callback.ckpt_path]

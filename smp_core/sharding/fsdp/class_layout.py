@@ -1,23 +1,21 @@
 """Classes of modules that ``fully_shard`` cannot derive from, and what it gets in their place.
 
-``fully_shard`` makes a module an object of a class with the bases (FSDPModule, the module's class). Python allows that
-only between classes in whose chains of first bases ``__dict__`` comes in at the same place, and refuses where a class
-begins with a base that has none: ``class Block(ABC, nn.Module)``, ``Generic[T]``, a mixin with empty ``__slots__``. It
-is no matter of torch's private names: a class of one's own, with that base before FSDPModule, is allowed.
+``fully_shard`` makes a module an object of a class with the bases (FSDPModule, the module's class), which Python
+refuses for ``class Block(ABC, nn.Module)`` and its like (:mod:`smp_core.torch_facts.class_layout` says why). A class of
+one's own, with that base before FSDPModule, is allowed, and needs no private name of torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-T = TypeVar("T")
+from smp_core.torch_facts import base_without_dict, mixin_before
+
 _set_class = vars(object)["__class__"].__set__
 
 
@@ -25,7 +23,7 @@ _set_class = vars(object)["__class__"].__set__
 def any_class(module: nn.Module) -> Iterator[None]:
     """Let ``fully_shard`` in the lines inside take a module of any class."""
     kind = type(module)
-    if _base_without_dict(kind) is object:
+    if base_without_dict(kind) is object:
         yield
         return
 
@@ -41,20 +39,9 @@ def any_class(module: nn.Module) -> Iterator[None]:
             _set_class(module, kind)
 
 
-def _base_without_dict(kind: type) -> type:
-    """Return the class below the one that brings ``__dict__`` into the chain of first bases; object for most."""
-    brings: Any = kind
-    while brings.__base__.__dictoffset__:
-        brings = brings.__base__
-    return cast(type, brings.__base__)
-
-
 @functools.cache
 def _sharded(kind: type, made: type) -> type:
     """Return a class like the one that ``fully_shard`` has made of ``kind``: that is the third class in its order, too,
     and FSDPModule's methods come before those of nn.Module."""
-    base: Any = _base_without_dict(kind)
-    first = types.new_class(FSDPModule.__name__, (Generic[T] if base is Generic else base, FSDPModule))
-    return type(
-        made.__name__, (first, kind), {"__deepcopy__": vars(made)["__deepcopy__"], "__module__": kind.__module__}
-    )
+    own = {"__deepcopy__": vars(made)["__deepcopy__"], "__module__": kind.__module__}
+    return type(made.__name__, (mixin_before(FSDPModule, kind), kind), own)

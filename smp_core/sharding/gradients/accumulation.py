@@ -66,7 +66,7 @@ logger = logging.getLogger("smp")
 
 _ATTACHED = (
     "{} was attached to the model after it was sharded, and is trained before an optimizer was prepared for it: ranks "
-    " may have begun with other values, and nothing adds its gradients up. Gradients of the window are dropped. "
+    "may have begun with other values, and nothing adds its gradients up. Gradients of the window are dropped. "
     "Before its first forward pass prepare, on all ranks, the optimizer that steps it (accelerator.prepare(optimizer), "
     "parallel.prepare_optimizer(optimizer), optimizer.add_param_group), or freeze it (parameter.requires_grad_(False))"
 )
