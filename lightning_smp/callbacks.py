@@ -76,7 +76,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
             ``memory.jsonl`` in the Trainer's ``default_root_dir``.
         run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` where the
-            Trainer's first logger writes (``trainer.log_dir``); none where there is no logger.
+            Trainer's first logger writes (``trainer.log_dir``), in ``default_root_dir`` where that one has no folder;
+            none where there is no logger.
 
     Reported by name: ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``, ``samples`` (since
     the start of fit), ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and, under
@@ -156,8 +157,10 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
 
     def _start_record(self, trainer: Trainer, parallel: ParallelModel | None) -> None:
         """Begin the log of the run, on rank 0. Collective."""
-        folder = trainer.log_dir if trainer.loggers else None
-        path = self._run_log or (None if folder is None else Path(folder) / FILE)
+        path = self._run_log
+        if path is None and trainer.loggers:
+            folder = trainer.log_dir or trainer.default_root_dir  # a logger of a database has no folder
+            path = Path(folder) / FILE
         self._record = None
         if path is not None and trainer.is_global_zero:
             micro_batches = trainer.accumulate_grad_batches or 1

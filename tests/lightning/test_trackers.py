@@ -1,0 +1,123 @@
+"""Trackers that Lightning's loggers write to hold what one process would have written, once, and SmpMonitor's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from lightning_smp import SmpMonitor
+from smp_core.run_log.read import Run as Log
+from tests.harness import run_ranks
+from tests.lightning.modules import GLOBAL_BATCH, LanguageModule
+from tests.lightning.running import make_trainer
+from tests.trackers import (
+    ENVIRONMENT,
+    TRACKERS,
+    Values,
+    assert_once,
+    assert_same_values,
+    make_store,
+    needs,
+    read,
+    store_of,
+)
+
+BATCHES, EPOCHS, EVERY = 4, 2, 3
+# TensorBoard keeps float32, the others float64 of float64 values: sums over ranks in another order.
+TOLERANCE = {"tensorboard": 1e-6, "mlflow": 1e-12, "wandb": 1e-12}
+
+
+class Logged(LanguageModule):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, sync_dist=True)
+        self.log("tokens", float(batch.numel()), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def logger_of(tracker: str, folder: str) -> Logger:
+    if tracker == "tensorboard":
+        return TensorBoardLogger(folder, name="", version="")
+    if tracker == "mlflow":
+        return MLFlowLogger("run", tracking_uri=store_of(folder))
+    return WandbLogger(project="run", save_dir=folder, offline=True)
+
+
+def fit(tracker: str, folder: str, knobs: dict[str, Any] | None = None) -> dict[str, float]:
+    callbacks = [] if knobs is None else [SmpMonitor(every_n_steps=EVERY)]
+    flags: dict[str, Any] = {"precision": "64-true", "max_epochs": EPOCHS, "log_every_n_steps": 1}
+    trainer = make_trainer(
+        knobs, logger=logger_of(tracker, folder), callbacks=callbacks, default_root_dir=folder, **flags
+    )
+    trainer.fit(Logged(BATCHES))
+    if tracker == "wandb":
+        import wandb
+
+        wandb.finish()
+        wandb.teardown()
+    return callbacks[0].latest if callbacks else {}
+
+
+@dataclass
+class Runs:
+    """Folders of a run in one process and of one on two ranks with SmpMonitor, whose last report is ``latest``."""
+
+    tracker: str
+    alone: Path
+    ours: Path
+    latest: dict[str, float]
+
+
+@pytest.fixture(scope="module", params=TRACKERS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    tracker: str = request.param
+    needs(tracker)
+    alone, ours = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("ours")
+    for folder in (alone, ours):
+        make_store(tracker, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        fit(tracker, str(alone))
+    latest, _ = run_ranks(fit, 2, tracker, str(ours), {"shard_degree": 2}, env=ENVIRONMENT, ranks_per_node=1)
+    yield Runs(tracker, alone, ours, latest)
+
+
+def split_figures(values: Values) -> tuple[Values, Values]:
+    """What the module logged, and SmpMonitor's figures."""
+    figures = {name: points for name, points in values.items() if name.startswith("smp/")}
+    return {name: points for name, points in values.items() if name not in figures}, figures
+
+
+def test_trackers_hold_what_one_process_would_have_written(runs: Runs) -> None:
+    """Names, steps, values, and how often: a value per rank would be one too many, a sum too large."""
+    expected = read(runs.tracker, runs.alone, "trainer/global_step")
+    logged, _ = split_figures(read(runs.tracker, runs.ours, "trainer/global_step"))
+    assert {"train_loss", "val_loss", "tokens"} <= expected.keys()
+    assert_same_values(logged, expected, TOLERANCE[runs.tracker])
+
+
+def test_trackers_hold_figures_of_the_job_once_a_report(runs: Runs) -> None:
+    """Lightning counts the steps of what it logs from 0; the last report is of the two steps left."""
+    _, figures = split_figures(read(runs.tracker, runs.ours, "trainer/global_step"))
+    steps = [2, 5, 7]
+    assert figures["smp/samples"] == [(step, (step + 1) * GLOBAL_BATCH) for step in steps]
+    last = {}
+    for name, points in figures.items():
+        assert_once(name, points)
+        assert {step for step, _ in points} <= set(steps)
+        last |= {name: value for step, value in points if step == steps[-1]}
+    expected = {f"smp/{name}": value for name, value in runs.latest.items()}
+    assert last == pytest.approx(expected, rel=TOLERANCE[runs.tracker])
+
+
+def test_a_run_with_any_tracker_has_a_log_for_smp_report(runs: Runs) -> None:
+    """Where the logger writes; in the Trainer's folder where it has none, as MLflow's database."""
+    (log,) = runs.ours.rglob("run.jsonl")
+    assert list(Log.read(log.parent).steps) == [3, 6, 8]
