@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainingArguments, trainer as trainer_module
+from transformers import Trainer, TrainerCallback, TrainingArguments, trainer as trainer_module
+from transformers.integrations import WandbCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -59,6 +60,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     ) -> None:
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
+        if self.accelerator.sharding:
+            _refuse_trackers_of_weights(self.callback_handler.callbacks)
         if self.label_smoother is not None:
             if not transformers_names.SMOOTHS_BY_COUNT:
                 raise ValueError(
@@ -271,6 +274,30 @@ def _predicts_next_token(model: Any) -> bool:
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
     return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)
+
+
+# What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to write instead.
+_WEIGHTS_OF_RANK_0 = {
+    "WANDB_LOG_MODEL": ("saves the model", "write trainer.save_model(folder) and upload the folder on rank 0"),
+    "WANDB_WATCH": ("reads weights and gradients", "grad_norm is logged without it"),
+}
+
+
+def _refuse_trackers_of_weights(callbacks: Iterable[TrainerCallback]) -> None:
+    """Refuse what would leave rank 0 waiting for the others, which Weights & Biases does not call.
+
+    Raises:
+        ValueError: ``WANDB_LOG_MODEL`` or ``WANDB_WATCH`` asks for weights.
+    """
+    if not any(isinstance(callback, WandbCallback) for callback in callbacks):
+        return
+    for variable, (what, instead) in _WEIGHTS_OF_RANK_0.items():
+        value = os.environ.get(variable, "false")
+        if value.lower() not in ("false", "0", "no", "off", "n", "f", ""):
+            raise ValueError(
+                f"{variable}={value}: Trainer's WandbCallback {what} on rank 0 alone, where a sharded model needs all "
+                f"ranks; allowed: false; type: unset {variable} ({instead})"
+            )
 
 
 class SmpTrainer(SmpTrainerMixin, Trainer):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import nn
@@ -58,6 +60,22 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
         )
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
         logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
+
+
+def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> None:
+    """Warn of loggers that were asked to upload checkpoints (``WandbLogger(log_model=True)``, MLFlowLogger), which
+    pass over folders without a word. ``_log_model`` is the only place of what they were asked."""
+    if config.checkpoint.full_state_dict or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        return
+    for each in loggers:
+        asked = getattr(each, "_log_model", False)
+        if asked:
+            logger.warning(
+                "%s(log_model=%r) uploads checkpoints that are files, and sharded ones are folders: none is uploaded; "
+                "write SmpShardedStrategy(checkpoint='full'), or upload the folder of a checkpoint yourself on rank 0",
+                type(each).__name__,
+                asked,
+            )
 
 
 def model_state(strategy: SteppingStrategy) -> dict[str, Any]:

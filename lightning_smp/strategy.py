@@ -196,6 +196,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
         checkpoints.check_plugin(self.checkpoint_io, self.config)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None

@@ -1,4 +1,4 @@
-"""What trackers wrote, read back: TensorBoard's event files, MLflow's store, W&B's offline file, each by its own package.
+"""What trackers wrote, read back by their own packages: TensorBoard's event files, MLflow's database, W&B's messages.
 
 Each reader returns the values by name, in the order in which they were written, as pairs of step and value; a run of
 several ranks that wrote a value twice has two pairs. MLflow and W&B are not among the project's dependencies; tests
@@ -37,7 +37,7 @@ def store_of(folder: Path | str) -> str:
 
 
 def make_store(tracker: str, folder: Path) -> None:
-    """Make MLflow's database: ranks that all open a new one at the same time get in each other's way, with any strategy."""
+    """Make MLflow's database: ranks that open a new one at the same time collide, with any strategy."""
     if tracker == "mlflow":
         from mlflow import MlflowClient
 

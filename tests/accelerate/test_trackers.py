@@ -1,4 +1,4 @@
-"""Trackers hold what one process would have written, once: of SmpTrainer's ``report_to`` and of Accelerate's trackers."""
+"""Trackers hold what one process would have written, once: SmpTrainer's ``report_to``, and Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -104,6 +104,22 @@ def test_report_to_holds_values_of_one_process_and_figures_once(
     log = Log.read(ours)
     assert list(log.steps) == [2, 4, 6]
     assert log.steps[6]["samples_per_second"] == pytest.approx(latest["samples_per_second"], rel=1e-12)
+
+
+def refuse(folder: str) -> str:
+    with pytest.raises(ValueError, match="on rank 0 alone") as caught:
+        make_trainer(folder, 8, 1, {"shard_degree": 2}, report_to="wandb")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("WANDB_LOG_MODEL", "end"), ("WANDB_WATCH", "gradients")])
+def test_what_wandb_does_with_weights_on_rank_0_is_refused_before_training(
+    variable: str, value: str, tmp_path: Path
+) -> None:
+    """Rank 0 would wait at the end of training, or at the hundredth step, for ranks that do not come."""
+    needs("wandb")
+    for message in run_ranks(refuse, 2, str(tmp_path), env={variable: value}):
+        assert f"{variable}={value}" in message and f"unset {variable}" in message
 
 
 def fit_loop(tracker: str, folder: str, knobs: dict[str, Any] | None = None) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Trackers that Lightning's loggers write to hold what one process would have written, once, and SmpMonitor's figures."""
+"""Trackers of Lightning's loggers hold what one process would have written, once, and SmpMonitor's figures."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_smp import SmpMonitor
 from smp_core.run_log.read import Run as Log
@@ -112,7 +113,8 @@ def test_trackers_hold_figures_of_the_job_once_a_report(runs: Runs) -> None:
     for name, points in figures.items():
         assert_once(name, points)
         assert {step for step, _ in points} <= set(steps)
-        last |= {name: value for step, value in points if step == steps[-1]}
+        if points[-1][0] == steps[-1]:
+            last[name] = points[-1][1]
     expected = {f"smp/{name}": value for name, value in runs.latest.items()}
     assert last == pytest.approx(expected, rel=TOLERANCE[runs.tracker])
 
@@ -121,3 +123,39 @@ def test_a_run_with_any_tracker_has_a_log_for_smp_report(runs: Runs) -> None:
     """Where the logger writes; in the Trainer's folder where it has none, as MLflow's database."""
     (log,) = runs.ours.rglob("run.jsonl")
     assert list(Log.read(log.parent).steps) == [3, 6, 8]
+
+
+class Uploading(CSVLogger):
+    """A logger that was asked to upload checkpoints, as Lightning's loggers of W&B and MLflow keep it."""
+
+    _log_model = True
+
+
+def fit_uploading(folder: str, checkpoint: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        flags: dict[str, Any] = {"logger": Uploading(folder), "enable_checkpointing": True, "limit_train_batches": 1}
+        make_trainer({"checkpoint": checkpoint}, default_root_dir=folder, **flags).fit(Logged(1))
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+    return [text for text in said if "log_model" in text]
+
+
+@pytest.mark.parametrize(("checkpoint", "warnings"), [("sharded", [1, 0]), ("full", [0, 0])])
+def test_a_logger_that_would_upload_no_sharded_checkpoint_is_named_on_rank_0(
+    checkpoint: str, warnings: list[int], tmp_path: Path
+) -> None:
+    assert [len(said) for said in run_ranks(fit_uploading, 2, str(tmp_path), checkpoint)] == warnings
+
+
+def test_lightnings_loggers_keep_what_they_were_asked_to_upload_where_it_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("mlflow")
+    needs("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for logger in (MLFlowLogger("run", tracking_uri=store_of(tmp_path), log_model=True), WandbLogger(log_model=True)):
+        assert logger._log_model is True
