@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smp_core.checkpoint.memory import MemoryTier
@@ -30,6 +31,7 @@ from smp_core.engine import (
     settle_layout,
 )
 from smp_core.engine.decide import decide
+from smp_core.outside import long_wait
 from smp_core.pipeline import rehearse
 from smp_core.plan import TRAINERS_OWN, Cluster, Draft, Entry, Plan, Precision, Shapes
 from smp_core.plan.chain import with_chain
@@ -109,9 +111,10 @@ def parallelize(
     elif given is None:
         _require_layout(mesh, plan)
     _warn(plan, mesh.rank)
-    if given is not None:
-        return adopt_sharded_model(model, mesh, plan, given)
-    return parallelize_model(model, mesh, plan, init_fn=init_fn)
+    with long_wait("sharding the model", here=mesh.rank == 0):
+        if given is not None:
+            return adopt_sharded_model(model, mesh, plan, given)
+        return parallelize_model(model, mesh, plan, init_fn=init_fn)
 
 
 def _shapes_of(model: nn.Module, asked: SmpConfig, entry: Entry) -> Shapes:
@@ -156,6 +159,10 @@ def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, in
     return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
 
 
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _warn(plan: Plan, rank: int) -> None:
     for line in plan.warnings if rank == 0 else ():
         logger.warning("%s", line)
@@ -164,7 +171,8 @@ def _warn(plan: Plan, rank: int) -> None:
 def _planned(model: nn.Module, asked: SmpConfig, observe: Callable[[], Cluster], step: RunningStep) -> SmpConfig:
     """Return the knobs with those that rank 0 plans. Collective."""
     agreed(asked, lambda: True)  # a knob that only another rank was given would be planned over
-    decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
+    with long_wait("planning (plan='auto')", here=_is_rank_0()):
+        decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
     return asked.with_asked("the plan", **decision.knobs).with_resolved("plan", asked.plan, decision.why)
 
 

@@ -6,6 +6,7 @@ An error of a checkpoint is one line on stderr and exit status 1 (smp_core/outsi
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.verify import verify_checkpoint
-from smp_core.outside import console
+from smp_core.outside import console, long_wait
 
 app = typer.Typer(help="Look at, check and convert checkpoint folders.", no_args_is_help=True)
 
@@ -28,7 +29,9 @@ _Directory = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint fol
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(*columns, console=console(stderr=True)) as bar:
+    # A bar on a terminal; in a file or a pipe the bar shows its end alone, and lines tell the time.
+    waiting = long_wait("writing", here=not sys.stderr.isatty())
+    with waiting, Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("writing", total=total)
         yield lambda count: bar.advance(task, count)
 
@@ -53,7 +56,8 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Compute every digest (reads all bytes).")] = False,
 ) -> None:
     """Check that every file is there and as it was written; exit status 1 if not."""
-    problems = verify_checkpoint(directory, deep)
+    with long_wait(f"checking {directory}"):
+        problems = verify_checkpoint(directory, deep)
     for problem in problems:
         typer.echo(f"broken: {problem}", err=True)
     if problems:
@@ -122,9 +126,10 @@ def import_command(
     if any(not (first and second) for first, _, second in pairs):
         raise CheckpointError("--tie takes NAME=NAME, e.g. --tie lm_head.weight=transformer.wte.weight")
     ties = {first: second for first, _, second in pairs}
-    kind = import_checkpoint(
-        source, out, add_prefix=add_prefix, ties=ties, overwrite=overwrite, allow_pickle=allow_pickle
-    )
+    with long_wait(f"importing {source}"):
+        kind = import_checkpoint(
+            source, out, add_prefix=add_prefix, ties=ties, overwrite=overwrite, allow_pickle=allow_pickle
+        )
     typer.echo(f"{out}: imported from {kind}")
 
 
@@ -139,5 +144,6 @@ def export_command(
     ] = False,
 ) -> None:
     """Write a checkpoint as another program's sharded folder. Safetensors and .ckpt: see consolidate."""
-    export_checkpoint(directory, out, kind, overwrite=overwrite, allow_pickle=allow_pickle)
+    with long_wait(f"exporting {directory}"):
+        export_checkpoint(directory, out, kind, overwrite=overwrite, allow_pickle=allow_pickle)
     typer.echo(f"{out}: written for {kind}")

@@ -30,6 +30,7 @@ from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import check_files
+from smp_core.outside import long_wait
 
 # Lightning restores optimizers and schedulers only together; without them the file is weights only.
 _TRAINING_KEYS = ("optimizer_states", "optimizer", "lr_schedulers")
@@ -86,7 +87,8 @@ def consolidate(
 
     # The source.
     opened = open_checkpoint(path)
-    check_files(opened, verify)
+    with long_wait(f"checking {os.fspath(path)}"):
+        check_files(opened, verify)
     opened.check_bytes = verify == "sizes"
 
     return _write(opened, target, chosen, strip_prefix, options, allow_pickle)

@@ -23,6 +23,7 @@ from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.tree import map_tensors, name_tensors
+from smp_core.outside import long_wait
 from smp_core.torch_facts import ABSENT, is_absent
 
 
@@ -63,7 +64,8 @@ def full_state_dict(
         seen[key] = host
         return host
 
-    result: dict[str, Any] = map_tensors(dict(state), unsharded)
+    with long_wait("gathering unsharded weights", here=not dist.is_initialized() or dist.get_rank() == 0):
+        result: dict[str, Any] = map_tensors(dict(state), unsharded)
     return result if keep else {}
 
 
@@ -106,13 +108,14 @@ def save_full_state(
     try:
         ranks.on_first(what, begin)
         problem: Exception | None = None
-        for number, leaf in enumerate(leaves.values()):
-            value = leaf.load()  # on every rank, also after an error on rank 0: the gather is collective
-            try:
-                if file is not None and problem is None:
-                    file.fill(number, value)
-            except Exception as error:
-                problem = error
+        with long_wait(f"writing {os.fspath(path)}", here=ranks.rank == 0):
+            for number, leaf in enumerate(leaves.values()):
+                value = leaf.load()  # on every rank, also after an error on rank 0: the gather is collective
+                try:
+                    if file is not None and problem is None:
+                        file.fill(number, value)
+                except Exception as error:
+                    problem = error
 
         def commit() -> None:
             if problem is not None:

@@ -39,6 +39,7 @@ from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
+from smp_core.outside import long_wait
 from smp_core.torch_facts import CodedTensor
 
 logger = logging.getLogger("smp")
@@ -82,17 +83,18 @@ def load_checkpoint(
     """
     ranks = Ranks(process_group)
     what = f"checkpoint {os.fspath(path)} was not loaded"
-    opened = open_checked(path, verify, ranks, what)
     globs = None if only is None else list(only)
-    (tensors, replacements), _ = ranks.together(
-        what, lambda: _match(opened, state, strict, globs, allow_dtype_cast, allow_pickle)
-    )
-    try:
-        for part in _in_parts(tensors):
-            _fill(opened, part, ranks)
-    except CheckpointException as error:
-        texts = dict.fromkeys(map(_cause, error.failures.values()))
-        raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
+    with long_wait(f"loading {os.fspath(path)}", here=ranks.rank == 0):
+        opened = open_checked(path, verify, ranks, what)
+        (tensors, replacements), _ = ranks.together(
+            what, lambda: _match(opened, state, strict, globs, allow_dtype_cast, allow_pickle)
+        )
+        try:
+            for part in _in_parts(tensors):
+                _fill(opened, part, ranks)
+        except CheckpointException as error:
+            texts = dict.fromkeys(map(_cause, error.failures.values()))
+            raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
     for container, key, value in replacements:
         container[key] = value
 

@@ -53,6 +53,7 @@ from smp_core.checkpoint.tensor_file import Entry, place_in_file, write_tensor_f
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
+from smp_core.outside import long_wait
 from smp_core.run_log import note
 
 logger = logging.getLogger("smp")
@@ -92,7 +93,8 @@ def save_checkpoint(
     begin = time.perf_counter()
     ranks = Ranks(process_group)
     options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
-    write_staged(path, lambda: stage(state, per_rank, ranks.rank, allow_pickle), options, ranks)
+    with long_wait(f"saving {os.fspath(path)}", here=ranks.rank == 0):
+        write_staged(path, lambda: stage(state, per_rank, ranks.rank, allow_pickle), options, ranks)
     note("checkpoint", path=os.fspath(path), stall_seconds=time.perf_counter() - begin, behind=False)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         records_of_log as records_of_log,
         write_new as write_new,
     )
+    from smp_core.outside.long_waits import long_wait as long_wait
     from smp_core.outside.oldest_versions import (
         OLDEST as OLDEST,
         how_to_install as how_to_install,

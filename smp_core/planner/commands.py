@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from smp_core.outside import console
+from smp_core.outside import console, long_wait
 from smp_core.planner.calibrate import calibrate
 from smp_core.planner.dry_run import compared, dry_run_of
 from smp_core.planner.explain import as_json, as_yaml, front_table, table
@@ -66,7 +66,8 @@ def plan(
         for line in calibration.lines():
             typer.echo(line, err=as_json_)
     try:
-        found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
+        with long_wait("planning"):
+            found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
         if days is not None or budget is not None:
             found = within(found, days, budget)
     except NothingFits as error:
@@ -86,7 +87,9 @@ def plan(
     for knob, value in questions:
         typer.echo(f"why not {found.why_not(**{knob: value})}")
     if dry_run:
-        console().print(compared(found, dry_run_of(found)))
+        with long_wait("the dry run"):
+            ran = dry_run_of(found)
+        console().print(compared(found, ran))
     if out is not None:
         typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
 

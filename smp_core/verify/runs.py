@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp_core.outside import long_wait
 from smp_core.topology import RANKS_PER_NODE_VARIABLE
 from smp_core.verify.recorder import REFUSED
 from smp_core.verify.request import Request
@@ -27,6 +28,12 @@ SERVER = "smp_core.verify.server"
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "SM_")
 _TAIL = 25
+# What a run does, for the line about one that takes long.
+_WORK = {
+    "look": "looking at the script",
+    "ranks": "training on {ranks} ranks",
+    "one process": "training in one process",
+}
 # Seconds that ranks get to end by themselves when one has failed: they say where they were.
 _GRACE = 10.0
 _IMPORTS = {
@@ -127,7 +134,8 @@ class Runs:
             threads = max(1, (os.cpu_count() or 1) // size)
             children.append(self.server.start(environment, self.command, log, threads))
         try:
-            self._wait(children)
+            with long_wait(_WORK[request.role].format(ranks=size)):
+                self._wait(children)
         finally:
             running = [child for child in children if child not in self.server.ended()]
             for child in running:  # with the data workers in its session

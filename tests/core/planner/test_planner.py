@@ -471,7 +471,7 @@ def test_the_command_prints_a_table_json_and_a_file(
     picture = tmp_path / "plan.svg"
     assert CliRunner().invoke(app, [*typed, "--picture", str(picture)]).exit_code == 0
     assert "</svg>" in picture.read_text(encoding="utf-8")
-    told = json.loads(CliRunner().invoke(app, [*typed, "--json", "--fix", "shard=64"]).output)
+    told = json.loads(CliRunner().invoke(app, [*typed, "--json", "--fix", "shard=64"]).stdout)
     assert told["chosen"]["smp_config"]["shard_degree"] == 64 and 1 <= len(told["alternatives"]) <= 5
     memory = told["chosen"]["memory_bytes"]
     assert sum(value for kind, value in memory.items() if kind not in ("total", "capacity")) == memory["total"]
