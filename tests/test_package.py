@@ -40,7 +40,7 @@ def test_classifiers_are_versions_of_python_that_the_workflow_tries() -> None:
 
 
 def test_a_release_links_to_the_repository_that_it_is_built_in(tmp_path: Path) -> None:
-    """On an index there is only the README: each link in it has to be an address, a picture's one of the file itself."""
+    """An index shows the README alone: each link is an address, and a picture's that of the file itself."""
     for name in ("pyproject.toml", "README.md"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     home = "https://forge.example/o/n"
