@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
+from smp_core.cluster import launch_environment
 from smp_core.topology import Topology
 from smp_core.watch import RankWatch, explain, report, watch_ranks
 
@@ -82,6 +83,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._failed = False
+        self._require_a_device_for_each_process()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -92,6 +94,28 @@ class ProcessGroupStrategy(ParallelStrategy):
         if self._watch is not None:
             assert self.lightning_module is not None and self.lightning_module.trainer.state.fn is not None
             self._watch.begin_run(f"trainer.{self.lightning_module.trainer.state.fn.value}(...)")
+
+    def _require_a_device_for_each_process(self) -> None:
+        """Refuse other numbers of devices than torchrun has started processes on a node, on all of them alike.
+
+        Lightning compares the product with the world's size: 2 devices on 2 nodes pass where one node has 4 processes.
+
+        Raises:
+            ValueError: with both numbers and what to write.
+        """
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            return
+        started = launch_environment()
+        here = started.local_world_size
+        if started.kind != "torchrun" or here is None or here == self.num_processes:
+            return
+        nodes = max(1, started.world_size // here)
+        raise ValueError(
+            f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}), but the launcher has started {here} "
+            f"processes on this node and {started.world_size} in all; write Trainer(devices={here}, num_nodes={nodes}). "
+            "Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
+        )
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

@@ -79,6 +79,23 @@ def test_batch_scripts_are_bash(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["srun.sbatch", "torchrun.sbatch"])
+def test_tasks_get_the_processors_that_the_job_asks_for(name: str) -> None:
+    """srun gives a task one processor where it is not told again, since Slurm 22.05: eight threads would share it."""
+    text = (FOLDER / name).read_text()
+    assert "#SBATCH --cpus-per-task=" in text
+    told = text.index("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
+    assert told < text.index("\nsrun ")
+
+
+def test_the_image_gets_nothing_that_a_checkout_has_beside_its_sources() -> None:
+    """`COPY .` takes an environment of several GB along otherwise."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    left_out = {line.removeprefix("**/") for line in lines}
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line[0] != "#"}
+    assert ignored | {".git"} <= left_out
+
+
 # Under a Slurm of two nodes posed on this machine; as root, where slurm-wlm and a munge that runs are there
 
 

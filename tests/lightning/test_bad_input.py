@@ -84,6 +84,16 @@ def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
     assert_says(fit_with, {"shard_degree": 3}, words=["shard_degree=3", "4 ranks", "1, 2, 4"], ranks=4)
 
 
+def fit_on(devices: int, num_nodes: int) -> None:
+    make_trainer({}, devices=devices, num_nodes=num_nodes).fit(LanguageModule())
+
+
+def test_other_numbers_of_devices_than_processes_on_the_node_are_refused_on_all_ranks() -> None:
+    """Lightning compares the product alone, and lets these pass: ranks 2 and 3 have no device then."""
+    words = ["devices=2, num_nodes=2", "4 processes on this node and 4 in all; write Trainer(devices=4, num_nodes=1)"]
+    assert_says(fit_on, 2, 2, words=words, ranks=4)
+
+
 def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:
     assert_says(fit_with, {"units": ("Blok",), "shard_degree": 2}, words=["units='Blok'", "did you mean 'Block'"])
 
