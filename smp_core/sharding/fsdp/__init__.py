@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FAILED_PASS as FAILED_PASS,
         at_end_of_backward as at_end_of_backward,
         backward_pass as backward_pass,
+        outermost_pass as outermost_pass,
         forget_passes as forget_passes,
         reshard as reshard,
     )
