@@ -10,10 +10,9 @@ reentrant autograd. That forward runs
 - a subclass and not an attribute of the instance, so that names, signatures and copies of the module stay as they were.
   A forward that the instance has of its own (around the layers of tensor ranks) would hide it, and is moved inside.
 
-Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers: torch restores
-the state of its generators. It reads the buffers that the forward read, and changes none. It reads the buffers that the forward read, and changes none: statistics and counters move once. A
-Transformers block that would append to a key-value cache once more in its recomputation
-gets no cache.
+Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers (torch restores
+the state of its generators), reads the buffers that the forward read, and changes none. A Transformers block that would
+append to a key-value cache once more in its recomputation gets no cache.
 """
 
 from __future__ import annotations

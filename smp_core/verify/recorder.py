@@ -29,7 +29,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.sharding import CpuSyncBatchNorm
 from smp_core.torch_facts import clean_name, is_absent
-from smp_core.verify.activations import as_real, Activations, Moments
+from smp_core.verify.activations import Activations, Moments, as_real
 from smp_core.verify.batches import NotJoinable, join, map_batch, sample_hashes
 from smp_core.verify.request import Request
 

@@ -99,7 +99,7 @@ class Calls:
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         for unit in self._units[:1]:  # they share one
-            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self.show_shards
+            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self._show_behind_pass
         hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -160,6 +160,11 @@ class Calls:
         """
         for shown in self._shown.values():
             shown.show_shards(kept)
+
+    def _show_behind_pass(self) -> None:
+        """Show shards at the end of a backward pass, unless it ran within a call, which goes on (forces, penalties)."""
+        if self._outermost is None:
+            self.show_shards()
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
@@ -288,9 +293,11 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def hides_gradient(output: Any) -> str | None:
-    """Return the class of what hides a tensor that wants a gradient from FSDP2, which looks into tuples, lists and dicts
-    and, since torch 2.13, into dataclasses and classes of dicts; None: nothing does. Functions and iterators may, and
-    cannot be looked into."""
+    """Return the class of what hides a tensor that wants a gradient from FSDP2; None: nothing does.
+
+    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and classes of dicts. Functions and
+    iterators may hide one, and cannot be looked into.
+    """
     known: set[int] = set()
     left: list[tuple[Any, str | None]] = [(output, None)]
     while left:
@@ -477,7 +484,7 @@ class _ShownParameter:
             raise ValueError(
                 f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
                 "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
-                "or replace it before the model is prepared"
+                "or replace it before the model is prepared; for torch.func.functional_call choose a unit around it"
             )
 
     def check_shard(self, shard: nn.Parameter) -> None:

@@ -37,14 +37,14 @@ class _RunningPass:
             queue_callback(callback)
 
 
-_latest: Callable[[], _RunningPass | None] = lambda: None
+_latest: weakref.ref[_RunningPass] | None = None
 
 
 def _outermost() -> _RunningPass:
     """Return the backward pass that is running, or the one around it: reentrant checkpoints and reversible layers run
     backward passes within one."""
     global _latest
-    running = _latest()
+    running = None if _latest is None else _latest()
     if running is None or running.is_over:
         running = _RunningPass()
         queue_callback(running)
@@ -65,9 +65,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     FSDP2's roots queue their own final callbacks while the pass runs, some perhaps after this call; queueing once more
     from the end of the pass puts ours behind all of them.
     """
-    running = _latest()
+    running = None if _latest is None else _latest()
     if running is not None and running.is_over and running.number == backward_pass():
-        queue_callback(lambda: queue_callback(callback))
+        queue_callback(lambda: queue_callback(callback))  # at the end of the pass already
     else:
         _outermost().at_end.append(callback)
 
