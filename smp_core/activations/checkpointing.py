@@ -10,9 +10,9 @@ reentrant autograd. That forward runs
 - a subclass and not an attribute of the instance, so that names, signatures and copies of the module stay as they were.
   A forward that the instance has of its own (around the layers of tensor ranks) would hide it, and is moved inside.
 
-Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers: torch restores
-the state of its generators. A Transformers block that would append to a key-value cache once more in its recomputation
-gets no cache.
+Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers (torch restores
+the state of its generators), reads the buffers that the forward read, and changes none. A Transformers block that would
+append to a key-value cache once more in its recomputation gets no cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
+from smp_core.activations.buffers import ForwardWithBuffers, buffer_places
 from smp_core.activations.selective import ContextPair, all_else_contexts, selective_contexts
 from smp_core.plan import CheckpointedModule
 from smp_core.torch_facts import uncompiled, without_caches
@@ -34,6 +35,7 @@ from smp_core.torch_facts import uncompiled, without_caches
 logger = logging.getLogger("smp")
 
 _OWN_FORWARD = "_smp_own_forward"
+_BUFFERS, _WRITTEN = "_smp_buffers", "_smp_written_buffers"
 SENDS = "_smp_sends_tokens"
 """An attribute of modules whose forward sends tokens to other ranks, which a recomputation is not to do again."""
 
@@ -57,6 +59,7 @@ def apply_checkpointing(
     kind: Any = type(module)
     if "forward" in vars(module):
         vars(module)[_OWN_FORWARD] = vars(module).pop("forward")
+    vars(module)[_BUFFERS] = buffer_places(module)
     module.__class__ = _checkpointed(kind, chosen.mode == "selective", chosen.name if check else None, to_the_end)
 
 
@@ -69,12 +72,19 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
     """
 
     def computed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(self, _OWN_FORWARD, None)
-        return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        own = vars(self).get(_OWN_FORWARD)
+        if own is None:
+            return kind.forward(self, *args, **kwargs)
+        vars(self)[_OWN_FORWARD] = None  # which may call the forward of the class
+        try:
+            return own(*args, **kwargs)
+        finally:
+            vars(self)[_OWN_FORWARD] = own
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _is_recomputed_by_its_own(self):
+        is_within_own = vars(self).get(_OWN_FORWARD, self) is None
+        if not torch.is_grad_enabled() or is_within_own or _is_recomputed_by_its_own(self):
             return computed(self, *args, **kwargs)
         args, kwargs = _without_caches(self, args, kwargs)
         # Tensors become positional: torch stores the random state of the devices of positional arguments.
@@ -86,6 +96,9 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
         def run(*given: Any) -> Any:
             named = dict(zip(names, given[first_named:], strict=True))
             return computed(self, *given[:first_named], **kwargs, **named)
+
+        if vars(self)[_BUFFERS] and not torch.compiler.is_compiling():
+            run = _with_buffers(self, run)
 
         # With FSDP units inside, or for the comparison, recomputation runs to the end of forward.
         given = (*args, *tensors)
@@ -103,6 +116,19 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
         return checkpoint(run, *given, use_reentrant=False)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _with_buffers(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward whose recomputation reads the buffers that it read, and changes none."""
+    attributes = vars(module)
+    kept = ForwardWithBuffers(run, attributes[_BUFFERS], attributes.get(_WRITTEN))
+
+    def kept_run(*given: Any) -> Any:
+        output = kept(*given)
+        attributes[_WRITTEN] = kept.written()
+        return output
+
+    return kept_run
 
 
 def _contexts_of_all(module: nn.Module) -> ContextPair:

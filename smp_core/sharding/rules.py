@@ -41,6 +41,7 @@ class Sharding(Subject):
         Raises:
             ValueError: dtypes that lose gradients, or that a pre-sharded model cannot have.
         """
+        _refuse_casts_of_complex(draft)
         draft.masters = _settle_masters(draft)
         draft.gathers = _settle_gathering(draft)
         _settle_reduce_dtype(draft)
@@ -127,10 +128,43 @@ def _settle_by_model(draft: ModelDraft) -> None:
 def settle_precision(draft: ModelDraft) -> None:
     """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped steps to a gradient scaler."""
     precision = draft.precision
-    if draft.knobs.param_dtype == "auto":
+    if draft.knobs.param_dtype == "auto" and precision.param_dtype is not None and _complex_names(draft):
+        draft.settle("param_dtype", None, "complex parameters, which a cast would take the imaginary part of")
+    elif draft.knobs.param_dtype == "auto":
         draft.settle("param_dtype", name_of(precision.param_dtype), precision.why)
     if precision.skips_steps:
         draft.settle("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+
+
+def _complex_names(draft: ModelDraft) -> list[str]:
+    return [parameter.name for parameter in draft.shapes.parameters if parameter.dtype.is_complex]
+
+
+def _refuse_casts_of_complex(draft: ModelDraft) -> None:
+    """Refuse what would cast complex parameters or their gradients to real numbers.
+
+    Raises:
+        ValueError: knobs that do, or half precision weights beside them, whose gradients are added up in float32.
+    """
+    names, knobs = _complex_names(draft), draft.knobs
+    half = [parameter.name for parameter in draft.shapes.parameters if parameter.dtype in HALF and parameter.trainable]
+    casts = {
+        f"param_dtype={knobs.param_dtype!r}": (knobs.param_dtype is not None, "param_dtype=None"),
+        f"reduce_dtype={knobs.reduce_dtype!r}": (knobs.reduce_dtype not in (None, "auto"), "reduce_dtype=None"),
+        f"compression.reduce={knobs.compression.reduce!r}": (knobs.compression.reduce is not None, "compression=None"),
+        f"{half[:1]} in half precision": (bool(half), "reduce_dtype=None, or float32 weights"),
+    }
+    if names and knobs.state_offload == "optimizer":
+        raise ValueError(
+            f"state_offload='optimizer' steps by torch's fused kernels, which take no complex parameters ({names[0]}); "
+            "write state_offload='all', or leave it out"
+        )
+    for what, (is_there, instead) in casts.items():
+        if names and is_there:
+            raise ValueError(
+                f"{what} would cast complex numbers to real ones, and {names[0]} ({len(names)} of the parameters) is "
+                f"complex: its imaginary part would be lost; write {instead}"
+            )
 
 
 def _settle_reduce_dtype(draft: ModelDraft) -> None:

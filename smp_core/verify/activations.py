@@ -122,9 +122,15 @@ class Activations:
             self.events.append(Moments(place, value.numel(), value.ndim, total, magnitude, squares, dtype))
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones, which can be compared; other tensors as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _floating(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
-        return [values] if values.is_floating_point() and values.device.type != "meta" else []
+        real = as_real(values)
+        return [real] if real.is_floating_point() and real.device.type != "meta" else []
     if isinstance(values, Mapping):
         return [tensor for value in values.values() for tensor in _floating(value)]
     if isinstance(values, (list, tuple)):

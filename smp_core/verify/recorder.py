@@ -29,7 +29,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.sharding import CpuSyncBatchNorm
 from smp_core.torch_facts import clean_name, is_absent
-from smp_core.verify.activations import Activations, Moments
+from smp_core.verify.activations import Activations, Moments, as_real
 from smp_core.verify.batches import NotJoinable, join, map_batch, sample_hashes
 from smp_core.verify.request import Request
 
@@ -298,7 +298,7 @@ class Recorder:
             return {name: _copy(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.parallel.reshard()
         state = full_state_dict(self.parallel.model_state(), stages=self.parallel.stage_group)
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: as_real(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     @torch.no_grad()
     def _gradients(self) -> Weights | None:
@@ -318,7 +318,8 @@ class Recorder:
                 gradients[own] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if self.parallel is None:
             return {name: _copy(value) for name, value in gradients.items()}
-        return full_state_dict(gradients, stages=self.parallel.stage_group)
+        full = full_state_dict(gradients, stages=self.parallel.stage_group)
+        return {name: as_real(value) for name, value in full.items()}
 
     @torch.no_grad()
     def _note_digests(self) -> None:
@@ -330,7 +331,7 @@ class Recorder:
                 full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 self.record.digests[clean_name(name)] = _digest(full)
         for name, buffer in self._model.named_buffers():
-            if buffer.is_floating_point() and not isinstance(buffer, DTensor):
+            if not isinstance(buffer, DTensor) and as_real(buffer).is_floating_point():
                 self.record.buffers[clean_name(name)] = _digest(buffer)
 
 
@@ -344,11 +345,11 @@ def _to_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return as_real(tensor.detach()).to("cpu", copy=True)
 
 
 def _digest(tensor: torch.Tensor) -> tuple[float, float]:
-    value = tensor.detach().double()
+    value = as_real(tensor.detach()).double()
     return float(value.sum()), float(value.square().sum())
 
 

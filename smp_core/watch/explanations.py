@@ -42,6 +42,12 @@ _NOT_TOGETHER = (
     "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
     "own error or a line of torch-smp names it."
 )
+_FREED = (
+    "backward came to a unit whose parameters were freed behind its forward and not gathered again: FSDP2 gathers when "
+    "a tensor that forward returned gets its gradient, and loses sight of a returned view (of a transpose, a slice) "
+    "that is written into afterwards. Write x = x + y for x += y behind the module, return x.clone() from it, or keep "
+    "parameters gathered: reshard_after_forward=False."
+)
 # The first that is found in an error's text.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
@@ -49,6 +55,7 @@ _NOTES = {
     "trying to differentiate twice": _TWICE,
     "FSDP does not support deepcopy": _COPY,
     "object has no attribute 'no_sync'": _NO_SYNC,
+    "are out of bounds for storage of size 0": _FREED,
     "Connection closed by peer": _NOT_TOGETHER,
     "Timed out waiting": _NOT_TOGETHER,
 }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         at_end_of_backward as at_end_of_backward,
         backward_pass as backward_pass,
         forget_passes as forget_passes,
+        outermost_pass as outermost_pass,
         reshard as reshard,
     )
     from smp_core.sharding.fsdp.uncalled import explain_uncalled as explain_uncalled, name_uncalled as name_uncalled

@@ -19,6 +19,9 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +37,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.fsdp.generation import group_of
+from smp_core.sharding.fsdp.generation import generation, group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
@@ -49,6 +52,8 @@ _POST_ACCUMULATE = (
     "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
 )
 
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -88,12 +93,13 @@ class Calls:
         self.unsharded = False
         weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
+        self._kept_for_hidden: set[int] = set()
         _all.add(self)
         expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         for unit in self._units[:1]:  # they share one
-            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self.show_shards
+            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self._show_behind_pass
         hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -155,6 +161,11 @@ class Calls:
         for shown in self._shown.values():
             shown.show_shards(kept)
 
+    def _show_behind_pass(self) -> None:
+        """Show shards at the end of a backward pass, unless it ran within a call, which goes on (forces, penalties)."""
+        if self._outermost is None:
+            self.show_shards()
+
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
         """Let calls inside, several before the backward pass of the first, find what the one before left."""
@@ -212,7 +223,23 @@ class Calls:
         if shown is None:
             return None
         shown.check_copies()
+        if torch.is_grad_enabled():
+            self._keep_for_hidden(module, output)
         return shown.outlasting(output)
+
+    def _keep_for_hidden(self, module: nn.Module, output: Any) -> None:
+        """Let a unit stay unsharded from forward to backward from here on, if its output hides tensors from FSDP2,
+        which gathers for the backward pass when a tensor of the output gets its gradient."""
+        if id(module) in self._kept_for_hidden or (kind := hides_gradient(output)) is None:
+            return
+        self._kept_for_hidden.add(id(module))
+        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        logger.info(
+            "%s: forward gives tensors inside of a %s, where FSDP2 does not look: its parameters stay gathered from "
+            "forward to backward, as with reshard_after_forward=False",
+            self._names[id(module)] or self._name,
+            kind,
+        )
 
     @torch.compiler.disable
     def _behind_reshard(self, module: nn.Module, *_: Any) -> None:
@@ -263,6 +290,32 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
     finally:
         made: Callable[..., Any] = vars(module).pop(name)
     return made
+
+
+def hides_gradient(output: Any) -> str | None:
+    """Return the class of what hides a tensor that wants a gradient from FSDP2; None: nothing does.
+
+    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and classes of dicts. Functions and
+    iterators may hide one, and cannot be looked into.
+    """
+    known: set[int] = set()
+    left: list[tuple[Any, str | None]] = [(output, None)]
+    while left:
+        value, inside = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and inside is not None:
+                return inside
+        elif isinstance(value, (tuple, list)):
+            left += [(each, inside) for each in value]
+        elif isinstance(value, Iterator) or inspect.isroutine(value) or isinstance(value, functools.partial):
+            return type(value).__name__
+        elif type(value) not in _PLAIN and not isinstance(value, (nn.Module, type)) and id(value) not in known:
+            known.add(id(value))
+            sees = type(value) is dict or generation() != "2.11"
+            is_seen = sees and (isinstance(value, dict) or dataclasses.is_dataclass(value))
+            inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            left += [(each, inside if is_seen else type(value).__name__) for each in inner.values()]
+    return None
 
 
 class _ShownUnit:
@@ -431,7 +484,7 @@ class _ShownParameter:
             raise ValueError(
                 f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
                 "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
-                "or replace it before the model is prepared"
+                "or replace it before the model is prepared; for torch.func.functional_call choose a unit around it"
             )
 
     def check_shard(self, shard: nn.Parameter) -> None:

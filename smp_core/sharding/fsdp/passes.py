@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -21,13 +22,54 @@ FAILED_PASS = (
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
+class _RunningPass:
+    """A backward pass that units or windows have heard of, and what is to be done at its end. Only autograd refers to
+    it, from its first event to its end, or until it fails."""
+
+    def __init__(self) -> None:
+        self.number = backward_pass()
+        self.at_end: list[Callable[[], None]] = []
+        self.is_over = False
+
+    def __call__(self) -> None:
+        self.is_over = True
+        for callback in self.at_end:
+            queue_callback(callback)
+
+
+_latest: weakref.ref[_RunningPass] | None = None
+
+
+def _outermost() -> _RunningPass:
+    """Return the backward pass that is running, or the one around it: reentrant checkpoints and reversible layers run
+    backward passes within one."""
+    global _latest
+    running = None if _latest is None else _latest()
+    if running is None or running.is_over:
+        running = _RunningPass()
+        queue_callback(running)
+        _latest = weakref.ref(running)
+    return running
+
+
+def outermost_pass() -> int:
+    """Return what :func:`backward_pass` gives for the pass around the one that is running, if that is within another
+    and units or windows have heard of the other. Only within a pass."""
+    return _outermost().number
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the present backward pass is over and FSDP2 has finished it for every root.
+    """Run ``callback`` when the present backward pass, and a pass around it, is over and FSDP2 has finished it for
+    every root.
 
     FSDP2's roots queue their own final callbacks while the pass runs, some perhaps after this call; queueing once more
     from the end of the pass puts ours behind all of them.
     """
-    queue_callback(lambda: queue_callback(callback))
+    running = None if _latest is None else _latest()
+    if running is not None and running.is_over and running.number == backward_pass():
+        queue_callback(lambda: queue_callback(callback))  # at the end of the pass already
+    else:
+        _outermost().at_end.append(callback)
 
 
 class Passes:

@@ -103,7 +103,7 @@ class ShardedUnit:
         self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
-        self._has_seen_dtypes = False
+        self._has_seen_dtypes = self._is_used_in_backward = False
         # Full names, in FSDP2's order of parameters.
         if in_order:
             self.names = list(parameter_names)
@@ -169,6 +169,15 @@ class ShardedUnit:
         self.group.reduce()
         self.group.end_of_reduction()
         self.hold_gradients(before)
+
+    def reduce_rest(self) -> None:
+        """Reduce, at the end of a backward pass, gradients that FSDP2 leaves on the unit: those of a use that a
+        reentrant checkpoint recomputed in the pass when it had come through another use. Collective over the partition
+        group."""
+        was_used, self._is_used_in_backward = self._is_used_in_backward, False
+        if was_used and self.group is not None and not self.group.is_sharded and self.unsharded_gradients():
+            self.group.reduce()
+            self.group.end_of_reduction()
 
     def indices(self, ids: Container[int]) -> set[int]:
         """Return the parameters with these ids; those of unsharded copies, which are shown inside a call, count too."""
@@ -294,6 +303,8 @@ class ShardedUnit:
             self._reductions.used(self, inputs, self.group.reduce)
             if self.listener is not None:
                 self.listener.used()
+        elif torch.is_grad_enabled():
+            self._is_used_in_backward = True
 
     def run_ahead(self, enabled: bool) -> None:
         """Set whether several forwards come before the backward pass of the first. The first of them reads nothing that

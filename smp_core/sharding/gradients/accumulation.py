@@ -51,6 +51,7 @@ from smp_core.sharding.fsdp import (
     at_end_of_backward,
     backward_pass,
     forget_passes,
+    outermost_pass,
     reshard,
 )
 from smp_core.sharding.gradients.divergence import RanksDiverged
@@ -128,6 +129,7 @@ class AccumulationWindow:
         )
         self._last = True
         self._running_pass: int | None = None
+        self._is_nested = False  # a reentrant checkpoint runs passes of its own within it
         self._is_first = True  # of the models that the pass comes through
         self._reducing_held = False
         self._dropped: set[int] = set()  # ids of parameters, since the last backward pass
@@ -431,7 +433,7 @@ class AccumulationWindow:
             each.forget()
         self._next = 0
         self._replicated.forget()
-        self._running_pass = None
+        self._running_pass, self._is_nested = None, False
         self._dropped.clear()
         self._took_part = False
         self.micro_batches = 0
@@ -444,7 +446,8 @@ class AccumulationWindow:
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
-            if self._last and each.pass_is_over():
+            # A pass within this one may have more for the unit: its recomputed forwards are not counted.
+            if self._last and not self._is_nested and each.pass_is_over():
                 each.complete()
                 if self._is_first:
                     self._send_complete()
@@ -462,7 +465,8 @@ class AccumulationWindow:
         return any(each.has_uses_left and each.unit.trainable() for each in self._units)
 
     def _queue_end(self) -> None:
-        this_pass = backward_pass()
+        this_pass = outermost_pass()
+        self._is_nested = self._is_nested or this_pass != backward_pass()
         if self._running_pass == this_pass:
             return
         here.in_window()
@@ -480,7 +484,9 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        self._running_pass = None
+        for each in self._units:
+            each.unit.reduce_rest()
+        self._running_pass, self._is_nested = None, False
         self._dropped.clear()
         self.micro_batches += 1
         self._issued.end_micro_batch()

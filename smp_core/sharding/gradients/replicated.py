@@ -61,7 +61,7 @@ class ReplicatedGradients:
         self._groups.append(list(group))
         self.parameters.update(group)
         for name, parameter in group.items():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() or parameter.is_complex():
                 ParameterHooks(parameter, self._mesh, before=self._before(name), after=self._note(name))
 
     def end_of_pass(self) -> None:

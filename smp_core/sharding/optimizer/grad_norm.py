@@ -27,6 +27,8 @@ from smp_core.watch import here
 
 logger = logging.getLogger("smp")
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 OnNonfinite = Literal["ignore", "skip", "raise"]
 
 
@@ -81,9 +83,9 @@ def grad_norm(
     if stages is not None:
         total = _over(stages, total, biggest)
     total = total if biggest else total ** (1.0 / norm_type)
-    double = any(gradient.dtype == torch.float64 for gradients in held.values() for gradient in gradients)
+    double = any(gradient.dtype in _DOUBLE for gradients in held.values() for gradient in gradients)
     if stages is not None:  # gradients of other stages count, which their parameters tell of here
-        double = double or any(p.dtype == torch.float64 for p in parameters if p.requires_grad)
+        double = double or any(p.dtype in _DOUBLE for p in parameters if p.requires_grad)
     return total if double else total.float()
 
 
@@ -137,7 +139,7 @@ def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the sum of p-th powers (p = inf: the largest magnitude), in float64: powers of large gradients overflow
     float32."""
-    gradients = [gradient for gradient in gradients if gradient.numel()]
+    gradients = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
