@@ -21,8 +21,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,7 +37,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.fsdp.generation import generation, group_of
+from smp_core.sharding.fsdp.generation import group_of
+from smp_core.sharding.fsdp.internals import generation
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
@@ -93,7 +94,7 @@ class Calls:
         self.unsharded = False
         weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
-        self._kept_for_hidden: set[int] = set()
+        self._kept_for_hidden = {id(unit.module) for unit in self._units if unit.is_root}  # roots are kept anyway
         _all.add(self)
         expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
@@ -302,19 +303,20 @@ def hides_gradient(output: Any) -> str | None:
     left: list[tuple[Any, str | None]] = [(output, None)]
     while left:
         value, inside = left.pop()
+        kind: str = type(value).__name__
         if isinstance(value, torch.Tensor):
             if value.requires_grad and inside is not None:
                 return inside
         elif isinstance(value, (tuple, list)):
             left += [(each, inside) for each in value]
-        elif isinstance(value, Iterator) or inspect.isroutine(value) or isinstance(value, functools.partial):
-            return type(value).__name__
+        elif isinstance(value, (Iterator, types.FunctionType, types.MethodType, functools.partial)):
+            return kind
         elif type(value) not in _PLAIN and not isinstance(value, (nn.Module, type)) and id(value) not in known:
             known.add(id(value))
             sees = type(value) is dict or generation() != "2.11"
             is_seen = sees and (isinstance(value, dict) or dataclasses.is_dataclass(value))
             inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            left += [(each, inside if is_seen else type(value).__name__) for each in inner.values()]
+            left += [(each, inside if is_seen else kind) for each in inner.values()]
     return None
 
 
