@@ -109,15 +109,13 @@ def answered(request: Request) -> dict[str, Any]:
 
 
 def _described(candidate: Candidate) -> dict[str, Any]:
-    knobs = candidate.plan.knobs
     return {
         "layout": layout_words(candidate),
         "axes": candidate.spread[0],
         "nodes_of_a_group": candidate.spread[1],
         "micro_batch": candidate.micro_batch,
         "micro_batches": candidate.count,
-        "recomputation": knobs.activations.checkpoint,
-        "offloads": candidate.plan.activations.offloaded_bytes is not None,
+        "recomputation": candidate.recomputation,
         "knobs": candidate.knobs,
         "seconds": candidate.time.total,
         "band": candidate.band.share,
@@ -171,12 +169,11 @@ def table(answers: dict[str, Any]) -> str:
         if name not in answers:
             continue
         pick = answers[name]["pick"]
-        mode = pick["recomputation"] + (", offloaded" if pick["offloads"] else "")
         cells = [
             f"[{request.words}](#{_anchor(request.words)})",
             pick["layout"],
             f"{pick['micro_batches']} of {pick['micro_batch']}",
-            mode,
+            pick["recomputation"],
             f"{pick['seconds']:.3g} ± {pick['band']:.0%}",
             f"{pick['tokens_per_second']:,.0f} ± {pick['band']:.0%}",
             f"{pick['memory_gib']:.1f} of {pick['capacity_gib']:.1f}",

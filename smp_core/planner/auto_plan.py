@@ -109,7 +109,10 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     counts = {MICRO_BATCH: micro_batch, COUNT: step.accumulated}
     found = search(traced, hardware, work, {**fixed, **counts}, cluster=machines, precision=step.precision)
     if not found.ranked:
-        raise ValueError(_nothing_fits(found, micro_batch))
+        raise ValueError(
+            f"plan='auto': {found.shortfall} with a micro-batch of {micro_batch}; write state_offload='optimizer', "
+            "give the data loader a smaller batch, or start more ranks"
+        )
     chosen = found.ranked[0]
     knobs = {knob: chosen.asked.asked(knob) for knob in open_knobs if knob not in fixed}
     return Decision(knobs, _said(found, knobs, hardware, work))
@@ -197,13 +200,3 @@ def _said(found: Found, knobs: Mapping[str, Any], hardware: Hardware, work: Work
 def _differences(other: Candidate, chosen: Candidate, knobs: Mapping[str, Any]) -> str:
     differing = [knob for knob in knobs if other.asked.asked(knob) != chosen.asked.asked(knob)]
     return ", ".join(f"{knob}={other.knobs.get(knob, other.asked.asked(knob))}" for knob in differing)
-
-
-def _nothing_fits(found: Found, micro_batch: int) -> str:
-    assert found.closest is not None
-    memory = found.closest.memory
-    return (
-        f"plan='auto': nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.3g} "
-        f"GiB of {memory.capacity / GIB:.3g} for a micro-batch of {micro_batch}; write state_offload='optimizer', "
-        "give the data loader a smaller batch, or start more ranks"
-    )

@@ -30,7 +30,7 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.stage_part import states_of
 from smp_core.planner.stage_time import step_model
-from smp_core.planner.step_memory import peak_memory, recomputation
+from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.workload import Workload
 from smp_core.run_log import Run, objects
 
@@ -182,13 +182,8 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
         if row.get("knob") == "pipeline.split" and row.get("asked") != "auto":
             asked["pipeline.split"] = f"[{row.get('value')}]"
     config = SmpConfig.from_dict(nested(asked))
-    mode = str(config.activations.checkpoint)
-    if mode not in trace.shapes:
-        raise ValueError(f"{path} is of a run with activations.checkpoint={mode!r}, which is not planned with")
-    dealt = config.expert_parallel_degree != 1
-    plan = decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
-    recomputation(plan)
-    return plan
+    mode, dealt = str(config.activations.checkpoint), config.expert_parallel_degree != 1
+    return decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
 
 
 _LINKS = {"link": ("intra", "links inside nodes"), "network": ("inter", "links between nodes")}

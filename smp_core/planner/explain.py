@@ -59,22 +59,20 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
     def row(name: str, value: Any) -> tuple[str, list[str]]:
         return name, [value(each) for each in shown]
 
+    # The configuration, then memory by kind, then time by part.
     rows = [
         row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
         *([row("stages", _stages)] if any(each.plan.stages for each in shown) else []),
         row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
         row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
-        row("recomputation", _recomputation),
+        row("recomputation", lambda c: c.recomputation),
         row("kept between", lambda c: c.plan.knobs.keep_between_micro_batches),
         row("other knobs", _others),
         ("", []),
     ]
     for kind in MEMORY_KINDS:
         rows.append(row(f"{kind}, GiB", lambda c, kind=kind: f"{getattr(c.memory, kind) / GIB:.1f}"))
-    rows += [
-        row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"),
-        ("", []),
-    ]
+    rows += [row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"), ("", [])]
     for part in TIME_PARTS:
         if any(getattr(each.time, part) for each in shown):
             rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
@@ -94,11 +92,6 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
 def _stages(candidate: Candidate) -> str:
     asked, stages = candidate.plan.knobs.pipeline, candidate.plan.stages
     return "1" if stages is None else f"{stages.count}, {asked.schedule}"
-
-
-def _recomputation(candidate: Candidate) -> str:
-    mode = candidate.plan.knobs.activations.checkpoint
-    return f"{mode}, offloaded" if candidate.plan.activations.offloaded_bytes is not None else str(mode)
 
 
 _TOLD = (

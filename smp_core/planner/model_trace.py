@@ -62,6 +62,7 @@ class Curve:
     one: Figures
     two: Figures
     half: Figures
+    _known: dict[tuple[int, float], Figures] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, samples: int, tokens: float) -> Figures:
         """Return the figures of ``samples`` sequences of ``tokens`` tokens each."""
@@ -69,10 +70,6 @@ class Curve:
         if place not in self._known:
             self._known[place] = self._through(samples, tokens)
         return self._known[place]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, float], Figures]:
-        return {}
 
     def _through(self, samples: int, tokens: float) -> Figures:
         s = self.tokens
@@ -101,6 +98,9 @@ _SHARES = (1.0, 0.25, 1 / 16)
 Instant = tuple[int, int, int, str]
 """After an operation: blocks that backward has come to, bytes of activations and of gradients, the operation."""
 
+_Pair = tuple[float, float]
+_Place = tuple[int, int, float, _Pair]
+
 LEFT, FORWARD = 3, 4
 """Stand for backward that has left the first block, and for forward."""
 
@@ -121,6 +121,7 @@ class Instants:
     points: tuple[tuple[tuple[float, float, float, float], ...], ...]
     kept: tuple[float, ...] = (0.0, 0.0, 0.0)
     attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((),) * (FORWARD + 1)
+    _known: dict[_Place, _Pair] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
@@ -152,9 +153,7 @@ class Instants:
             weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
         )
 
-    def highest(
-        self, reached: int, samples: int, tokens: float, beside: tuple[float, float] = (0.0, 0.0)
-    ) -> tuple[float, float]:
+    def highest(self, reached: int, samples: int, tokens: float, beside: _Pair = (0.0, 0.0)) -> _Pair:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
         blocks.
 
@@ -169,10 +168,6 @@ class Instants:
                 found.append((one * a + two * b + half * c + beside[is_backward], held))
             self._known[place] = max(found, key=sum)
         return self._known[place]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, float, tuple[float, float]], tuple[float, float]]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -274,6 +269,8 @@ class ModelTrace:
     experts: frozenset[str] = frozenset()
     unpadded: int = 0
     untraced: Mapping[str, str] = field(default_factory=dict)
+    _stored: dict[tuple[str, bool, bool], Shapes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _of_blocks: dict[tuple[int, bool], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
@@ -281,22 +278,22 @@ class ModelTrace:
 
     def of_precision(self, mode: str, precision: str, dealt: bool = False) -> Shapes:
         """Return the shapes with parameters as they are stored: in float32 ("mixed"), in "bfloat16", or as those of a
-        built model are ("trainer"); with experts as units of their own where they are ``dealt`` to ranks."""
-        whole = self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
-        if not dealt:
-            return whole
-        key = mode, precision == "bfloat16"
-        if key not in self._dealt:
-            self._dealt[key] = whole.with_experts_apart()
-        return self._dealt[key]
+        built model are ("trainer"); with experts as units of their own where they are ``dealt`` to ranks.
 
-    @cached_property
-    def _dealt(self) -> dict[tuple[str, bool], Shapes]:
-        return {}
-
-    @cached_property
-    def _in_bfloat16(self) -> dict[str, Shapes]:
-        return {mode: in_dtype(shapes, torch.bfloat16) for mode, shapes in self.shapes.items()}
+        Raises:
+            ValueError: a mode of recomputation that is not traced, or that the model does not run with.
+        """
+        if mode not in self.shapes:
+            raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
+        if mode in self.untraced:
+            raise ValueError(self.untraced[mode])
+        key = mode, precision == "bfloat16", dealt
+        if key not in self._stored:
+            shapes = self.shapes[mode]
+            if precision == "bfloat16":
+                shapes = in_dtype(shapes, torch.bfloat16)
+            self._stored[key] = shapes.with_experts_apart() if dealt else shapes
+        return self._stored[key]
 
     @cached_property
     def parameters(self) -> int:
@@ -335,10 +332,6 @@ class ModelTrace:
                 held = [each for each in held if each.name.rpartition(".")[0] in shapes.expert_names]
             self._of_blocks[key] = sum(each.elements for each in held) / self.blocks
         return self._of_blocks[key]
-
-    @cached_property
-    def _of_blocks(self) -> dict[tuple[int, bool], float]:
-        return {}
 
     @cached_property
     def linear_layers(self) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import IntEnum
 
 from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
@@ -24,6 +25,8 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
 
+PHASES = ("forward", "backward")
+
 TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "experts", "pipeline")
 
 STEP_BYTES = 28
@@ -31,6 +34,12 @@ STEP_BYTES = 28
 
 HOST_BANDWIDTH = 150e9
 """Bytes per second that the memory of a node's host reads and writes; its ranks share it."""
+
+
+class Place(IntEnum):
+    """Which of a step's micro-batches: its first, those between, its last, or one that is both."""
+
+    FIRST, BETWEEN, LAST, ONLY = range(4)
 
 
 @dataclass(frozen=True)
@@ -91,16 +100,14 @@ def computed_seconds(
     block = trace.block[mode].at(micro_batch, held).of_experts_over(experts)
     rest = trace.rest[mode].at(micro_batch, held)
     degree = trace.rest_degree(tensor)
-    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in ("forward", "backward")]
+    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in PHASES]
     return sum(pass_seconds(block, tensor, context, hardware)), sum(of_rest)
 
 
 def pass_seconds(figures: Figures, tensor: int, context: int, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
-    least = hardware.fitted.launching
-    forward = computing_seconds(figures, "forward", tensor, hardware, context)
-    backward = computing_seconds(figures, "backward", tensor, hardware, context)
-    return max(forward, least), max(backward, least)
+    forward, backward = (computing_seconds(figures, phase, tensor, hardware, context) for phase in PHASES)
+    return max(forward, hardware.fitted.launching), max(backward, hardware.fitted.launching)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -152,6 +159,12 @@ class StepModel:
         self.spare_hop, self.stored, self.reduced = spare_hop, gathered.itemsize, reduced.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
+        # What a block's forward and backward run beside, by the micro-batch's place in the step.
+        self.opens = [place in (Place.FIRST, Place.ONLY) or not plan.keeps_parameters for place in Place]
+        self.closes = [place in (Place.LAST, Place.ONLY) or not plan.keeps_gradients for place in Place]
+        both = zip(self.opens, self.closes, strict=True)
+        backward = [opens * self.gather_again + closes * self.sum[0] for opens, closes in both]
+        self.behind = ([opens * self.gather[0] for opens in self.opens], backward)
 
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
@@ -178,16 +191,11 @@ class StepModel:
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
-        plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
-        gathers = 0.0
-        for place, times in _places(count):
-            gathered = place in ("first", "only") or not plan.keeps_parameters
-            reduced = place in ("last", "only") or not plan.keeps_gradients
-            gather = self.gather[0] if gathered else 0.0
-            again = self.gather_again if gathered else 0.0
-            in_backward = again + (self.sum[0] if reduced else 0.0)
-            waited = exposed_seconds(forward, gather, share) + exposed_seconds(backward, in_backward, share)
-            at_ends = (self.gather[1] + self.gather[0] if gathered else 0.0) + (self.sum[1] if reduced else 0.0)
+        blocks, share, gathers = self.trace.blocks, self.fitted.exposed, 0.0
+        for place, times in zip(Place, in_places(count), strict=True):
+            waited = exposed_seconds(forward, self.behind[0][place], share)
+            waited += exposed_seconds(backward, self.behind[1][place], share)
+            at_ends = self.opens[place] * sum(self.gather) + self.closes[place] * self.sum[1]
             gathers += times * (blocks * waited + at_ends)
         # The window's sums go while the last backward runs, and the root's after it.
         idle = max(backward - self.gather_again - self.sum[0], 0.0)
@@ -246,11 +254,9 @@ class StepModel:
         return after + stepped + 2 * elements * 4 / device.host_link
 
 
-def _places(count: int) -> list[tuple[str, int]]:
-    """Return the kinds of micro-batches of a step, and how many of each; the only one is first and last."""
-    if count == 1:
-        return [("only", 1)]
-    return [("first", 1), ("last", 1), *([("middle", count - 2)] if count > 2 else [])]
+def in_places(count: int) -> tuple[int, int, int, int]:
+    """Return how many of a step's micro-batches are in each of :class:`Place`."""
+    return (1, count - 2, 1, 0) if count > 1 else (0, 0, 0, 1)
 
 
 class _GroupCollectives:
@@ -272,39 +278,34 @@ class _GroupCollectives:
     def same_experts(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
         the same beside them."""
-        ranks, together = self.degree // self.experts, max(self.per_node // self.experts, 1)
-        if ranks == 1 or self.degree <= self.per_node:
-            return self._of("intra").seconds(kind, ranks, n_bytes) if ranks > 1 else 0.0
-        nodes = self.degree // self.per_node
-        if together == 1:
+        ranks = self.degree // self.experts
+        if self.degree <= self.per_node:
+            return self._seconds("intra", kind, ranks, n_bytes)
+        if self.per_node < 2 * self.experts:  # none beside it
             return self._between(kind, ranks, n_bytes)
-        crowded = n_bytes * self.slowed(nodes) * self.layout.tensor * self.experts
-        return self._of("flat").seconds(kind, ranks, crowded)
+        crowded = n_bytes * self.slowed(self.degree // self.per_node) * self.layout.tensor * self.experts
+        return self._seconds("flat", kind, ranks, crowded)
 
     def tokens(self, ranks: int, nodes: int, inside: float, across: float) -> float:
         """Return the seconds of one exchange of rows: over the ranks on a node, and over nodes."""
-        seconds = self._of("intra").seconds("all_gather", ranks, inside) if ranks > 1 else 0.0
-        return seconds + (self._between("all_gather", nodes, across) if nodes > 1 else 0.0)
+        return self._seconds("intra", "all_gather", ranks, inside) + self._between("all_gather", nodes, across)
 
     def inside(self, n_bytes: float) -> float:
         """Return the seconds of a gather over the ranks of a partition group on one node."""
-        ranks = min(self.degree, self.per_node)
-        return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
+        return self._seconds("intra", "all_gather", min(self.degree, self.per_node), n_bytes)
 
     def everywhere(self, n_bytes: float) -> float:
         """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
         nodes, k = self.links.nodes, self.links.ranks_per_node
-        seconds = 0.0
-        if n_bytes and k > 1:
-            seconds += self._of("intra").seconds("all_reduce", k, n_bytes)
-        if n_bytes and nodes > 1:
-            seconds += self._of("inter").seconds("all_reduce", nodes, n_bytes / k)
-        return seconds
+        if not n_bytes:
+            return 0.0
+        inside = self._seconds("intra", "all_reduce", k, n_bytes)
+        return inside + self._seconds("inter", "all_reduce", nodes, n_bytes / k)
 
     def tensor(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a tensor group."""
-        degree, k = self.layout.tensor, self.links.ranks_per_node
-        return self._of("intra" if degree <= k and k > 1 else "inter").seconds(kind, degree, n_bytes)
+        degree = self.layout.tensor
+        return self._seconds("intra" if degree <= self.links.ranks_per_node else "inter", kind, degree, n_bytes)
 
     def context(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a context group."""
@@ -312,7 +313,7 @@ class _GroupCollectives:
 
     def message(self, place: str, n_bytes: float) -> float:
         """Return the seconds of a message from a rank to another one."""
-        return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
+        return self._seconds(place, "all_gather", 2, 2 * n_bytes)
 
     def replicas(self, n_bytes: float, spared: float = 1.0, kinds: tuple[Kind, ...] = ()) -> float:
         """Return the seconds of collectives on a unit's shards across replicas.
@@ -323,36 +324,32 @@ class _GroupCollectives:
         if not kinds:
             kinds = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
         replicas, held = self.layout.replicate, n_bytes / self.degree
-        if replicas == 1:
-            return 0.0
-        together = max(self.per_node // self.degree, 1)
+        together = min(max(self.per_node // self.degree, 1), replicas)
         seconds = 0.0
         for kind in kinds:
-            if together > 1:
-                seconds += self._of("intra").seconds(kind, min(together, replicas), held)
-            if replicas > together:
-                seconds += self._between(kind, replicas // together, held / together * spared)
+            seconds += self._seconds("intra", kind, together, held)
+            seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
     def _over(self, kind: Kind, degree: int, n_bytes: float, spared: float) -> float:
-        if degree == 1:
-            return 0.0
         k = self.per_node
         if degree <= k:
-            return self._of("intra").seconds(kind, degree, n_bytes)
+            return self._seconds("intra", kind, degree, n_bytes)
         if self.in_stages or k == 1:
-            inside = self._of("intra").seconds(kind, k, n_bytes) if k > 1 else 0.0
-            return inside + self._between(kind, degree // k, n_bytes / k * spared)
+            return self._seconds("intra", kind, k, n_bytes) + self._between(kind, degree // k, n_bytes / k * spared)
         crowded = n_bytes * self.slowed(degree // k)
-        return self._of("flat").seconds(kind, degree, crowded * spared * self.layout.tensor)
+        return self._seconds("flat", kind, degree, crowded * spared * self.layout.tensor)
 
     def _between(self, kind: Kind, nodes: int, n_bytes: float) -> float:
-        return self._of("inter").seconds(kind, nodes, n_bytes * self.slowed(nodes))
+        return self._seconds("inter", kind, nodes, n_bytes * self.slowed(nodes))
 
-    def _of(self, place: str) -> Collectives:
+    def _seconds(self, place: str, kind: Kind, ranks: int, n_bytes: float) -> float:
+        """Return the seconds of a collective over so many ranks; one alone waits for none."""
+        if ranks == 1:
+            return 0.0
         found = getattr(self.links, place)
         assert isinstance(found, Collectives), f"{place} of {self.links}"
-        return found
+        return found.seconds(kind, ranks, n_bytes)
 
 
 def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
