@@ -13,6 +13,7 @@ No share becomes larger than 1. A single step's time cannot tell more constants 
 
 from __future__ import annotations
 
+import ast
 import math
 import statistics
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.cluster import DEGREES, PARTITION, Axis
-from smp_core.config import SmpConfig, nested
+from smp_core.config import Fp8Recipe, SmpConfig, nested
 from smp_core.engine.decide import decide
 from smp_core.outside import number, numbers
 from smp_core.plan import GIB, Plan
@@ -181,9 +182,24 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
             asked[str(row["knob"])] = row.get("value")
         if row.get("knob") == "pipeline.split" and row.get("asked") != "auto":
             asked["pipeline.split"] = f"[{row.get('value')}]"
+        if row.get("knob") == "fp8":
+            asked["fp8"] = _recipe(str(row.get("value")), path)
     config = SmpConfig.from_dict(nested(asked))
     mode, dealt = str(config.activations.checkpoint), config.expert_parallel_degree != 1
     return decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
+
+
+def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
+    """Return the FP8 recipe of a run, which the log shows as the call that makes it."""
+    try:
+        call = ast.parse(shown, mode="eval").body
+        fields = {each.arg: ast.literal_eval(each.value) for each in getattr(call, "keywords", ())}
+        recipe = None if shown == "none" else Fp8Recipe.read(fields)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"{path} is of a run with fp8={shown}, which is not understood") from None
+    if recipe is not None and recipe.backend != "native":
+        raise ValueError(f"{path} is of a run with fp8.backend={recipe.backend!r}, which is not planned with")
+    return recipe
 
 
 _LINKS = {"link": ("intra", "links inside nodes"), "network": ("inter", "links between nodes")}

@@ -192,7 +192,7 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))
     step = candidate.micro_batch, candidate.count, found.workload.sequence, stage
     sent, of_all = sent_bytes(alone, None, *step), sent_bytes(plan, trace, *step)
-    itemsize = plan.dtypes.of_gathered(plan.shapes.parameters[0]).itemsize
+    itemsize = plan.gathered_itemsize(next(each for each in shapes.parameters if each.name in trace.experts))
     return {
         "parameters": trace.expert_elements,
         "active_parameters": trace.active_parameters,

@@ -252,6 +252,7 @@ class ModelTrace:
         experts: names of the parameters that grouped products read, which have a matrix for each expert.
         unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0: it was not.
         untraced: recomputation modes that the model does not run with, and why.
+        product_inputs: bytes of a token's activations that a block keeps for weights of FP8 layers alone, in bfloat16.
     """
 
     shapes: Mapping[str, Shapes]
@@ -269,6 +270,7 @@ class ModelTrace:
     experts: frozenset[str] = frozenset()
     unpadded: int = 0
     untraced: Mapping[str, str] = field(default_factory=dict)
+    product_inputs: float = 0.0
     _stored: dict[tuple[str, bool, bool], Shapes] = field(default_factory=dict, init=False, repr=False, compare=False)
     _of_blocks: dict[tuple[int, bool], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -332,18 +334,6 @@ class ModelTrace:
                 held = [each for each in held if each.name.rpartition(".")[0] in shapes.expert_names]
             self._of_blocks[key] = sum(each.elements for each in held) / self.blocks
         return self._of_blocks[key]
-
-    @cached_property
-    def linear_layers(self) -> tuple[float, float]:
-        """The linear layers of a block, and the inputs and outputs that a token has in them, all added up; of experts
-        those of one layer, and as often as a token meets them."""
-        count = widths = 0.0
-        for each in self.shapes["none"].parameters:
-            if each.name.startswith(self.inside) and len(each.shape) > 1:
-                met = self.experts_of_token if each.name in self.experts else 1.0
-                count += 1 / self.blocks
-                widths += met * sum(each.shape[-2:]) / self.blocks
-        return count, widths
 
     @cached_property
     def trained(self) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from smp_core.plan import Plan, PlannedUnit, Stages, unit_bytes
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.expert_bytes import TokenBytes, token_bytes
+from smp_core.planner.fp8_figures import amax_bytes
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import recomputation
 
@@ -62,6 +63,8 @@ class _Sent:
             self._reductions(unit)
         for names in self.plan.replicated_parameters:
             self._replicated(names)
+        stages = 1 if self.plan.stages is None else self.plan.stages.count
+        self._ring("amax_all_reduce", self.plan.layout.world_size // stages, 1, 2 * amax_bytes(self.plan))
 
     def traced(self, trace: ModelTrace, micro_batch: int, tokens: int) -> None:
         """Count what activations send, of so many samples of a micro-batch and tokens of a whole sequence."""
@@ -103,7 +106,7 @@ class _Sent:
         held = full * dealt / self.shard
         if self.plan.knobs.optimizer_shard == "world":
             self._in_stages("all_reduce", replicas, stride, held, 1)
-            stepped = unit_bytes(self.plan, unit, "gathered") * dealt / self.shard
+            stepped = unit_bytes(self.plan, unit, "computed") * dealt / self.shard
             self._in_stages("all_gather", replicas, stride, stepped, 1)
         else:
             self._over_replicas(replicas, stride, held)

@@ -45,6 +45,7 @@ from smp_core.plan import GIB, Plan, communicators
 from smp_core.planner.context_bytes import beside_attention
 from smp_core.planner.expert_bytes import dealt_elements, token_bytes
 from smp_core.planner.fitted import FITTED
+from smp_core.planner.fp8_figures import gathered_bytes, kept_bytes, state_bytes
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
 from smp_core.planner.stage_part import StagePart, StageStates, states_of
 
@@ -57,7 +58,7 @@ class PeakMemory:
 
     Attributes:
         activations: what blocks and the rest keep or work with.
-        other: buffers of the model, the input of a reduction.
+        other: buffers of the model, FP8's histories and scales, the input of a reduction.
         margin: the CUDA context and communicators, and what the allocator loses between blocks.
         capacity: of the device.
         stage: of the pipeline, whose rank it is.
@@ -126,7 +127,8 @@ def _peak(plan: Plan, of_stage: StageStates, batch: _Batch) -> PeakMemory:
         points += _Points(plan, of_stage, replace(batch, count=batch.count - 1), frees=False).all()
     highest = max(points, key=lambda point: point.total)
     of_context = FITTED.context_gib + FITTED.communicator_gib * len(communicators(plan))
-    used = states.parameters + states.buffers + highest.total
+    of_scales = state_bytes(plan)
+    used = states.parameters + states.buffers + of_scales + highest.total
     margin = int(of_context * GIB + FITTED.fragmentation * used)
     assert plan.cluster.device_memory is not None
     return PeakMemory(
@@ -135,7 +137,7 @@ def _peak(plan: Plan, of_stage: StageStates, batch: _Batch) -> PeakMemory:
         gradients=int(highest.gradients),
         optimizer=int(highest.optimizer),
         activations=int(highest.activations),
-        other=int(states.buffers + highest.reduced),
+        other=int(states.buffers + of_scales + highest.reduced),
         margin=margin,
         capacity=plan.cluster.device_memory,
         stage=of_stage.stage,
@@ -191,6 +193,9 @@ class _Points:
         self.is_dealt = exchange is not None
         if exchange is not None and mode != "none":
             self.kept += exchange.kept
+        of_fp8 = kept_bytes(plan, trace, micro_batch * held)
+        self.kept += of_fp8 if mode == "none" else 0.0
+        self.made_again = 0.0 if mode == "none" else of_fp8  # with what else a block keeps, in its backward
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, self.part, trace)
@@ -338,7 +343,7 @@ class _Points:
 
     def _working(self, reached: int) -> float:
         """Return the activations beside what blocks keep at the highest instant of a block's backward."""
-        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0]
+        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0] + self.made_again
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
@@ -392,6 +397,7 @@ class _UnitBytes:
     @classmethod
     def of(cls, plan: Plan, part: StagePart, trace: ModelTrace) -> _UnitBytes:
         trained, (whole, dealt) = trace.trained, dealt_elements(plan, trace)
+        of_block, of_experts = gathered_bytes(plan, trace)
         block, root = trained[0] * part.block_elements, trained[1] * part.root
         elsewhere = whole - dealt
         of_all = root + part.blocks * block
@@ -400,9 +406,9 @@ class _UnitBytes:
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         return cls(
-            gathered=(part.block_elements - elsewhere) * gathered,
+            gathered=of_block + of_experts,
             reduced=plan.gathers * (block - trained[0] * elsewhere) * reduced,
-            copied=(part.block_elements - whole) * gathered,
+            copied=of_block,
             reduced_part=plan.gathers * block * reduced / plan.shard_degree,
             cast=block * cast,
             root_gradients=root * gathered,

@@ -20,7 +20,7 @@ from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.expert_bytes import dealt_elements, expert_degree, token_bytes
-from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathers_fp8
+from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathered_bytes
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
@@ -136,26 +136,22 @@ class StepModel:
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
         spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
-        kept = knobs.reshard_after_forward
-        of = self.collectives
-        stored = 1 if gathers_fp8(plan, hardware) else gathered.itemsize  # of blocks
-        of_units = (of_blocks * stored, of_root * gathered.itemsize)
-        self.gather = [of.partition("all_gather", n_bytes, spare_gather) for n_bytes in of_units]
-        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
+        of, kept, self.experts = self.collectives, knobs.reshard_after_forward, expert_degree(plan)
+        whole, dealt = dealt_elements(plan, trace)
+        # Blocks and the root; experts that are dealt to ranks are units of their own, gathered over fewer ranks.
+        of_block, of_experts = gathered_bytes(plan, trace)
+        summed = (of_blocks - whole) * trace.trained[0] * reduced.itemsize
+        self.gather = [of.partition("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
+        self.sum = [of.partition("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_blocks * stored) if type(kept) is int else self.gather[0]
-        self.experts, (whole, dealt) = expert_degree(plan), dealt_elements(plan, trace)
-        if self.experts > 1:  # units of their own, gathered over fewer ranks
-            n, share = of_blocks - whole, trace.trained[0]
-            exact = dealt * stored
-            self.gather[0] = of.partition("all_gather", n * stored, spare_gather) + of.same_experts("all_gather", exact)
-            sums = of.same_experts("reduce_scatter", dealt * share * reduced.itemsize)
-            self.sum[0] = of.partition("reduce_scatter", n * share * reduced.itemsize, spare_sum) + sums
-            again = self.gather[0]
-            if type(kept) is int:
-                again = of.inside(n * stored) + of.same_experts("all_gather", exact)
+        again = of.inside(of_block) if type(kept) is int else self.gather[0]
+        if self.experts > 1:
+            exactly = of.same_experts("all_gather", of_experts)
+            self.gather[0] += exactly
+            self.sum[0] += of.same_experts("reduce_scatter", dealt * trace.trained[0] * reduced.itemsize)
+            again += exactly
         self.gather_again = 0.0 if kept is False else again
-        self.agreeing = of.everywhere(amax_bytes(plan, trace, hardware))
+        self.agreeing = of.everywhere(amax_bytes(plan))
         self.spare_hop, self.stored, self.reduced = spare_hop, gathered.itemsize, reduced.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0

@@ -40,7 +40,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from smp_core.config import SmpConfig
+from smp_core.config import Fp8Recipe, SmpConfig
+from smp_core.fp8 import choose
 from smp_core.plan import Entry, Shapes, is_kept
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
@@ -133,7 +134,8 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
             ) from error
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
-    chain, shapes = found.shapes["none"].chain, _shapes_by_mode(model, asked, entry)
+    chain = found.shapes["none"].chain
+    shapes = _with_fp8_dims(_shapes_by_mode(model, asked, entry), fp8_dims(model))
     inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
     if chain is not None:
         shapes = _with_chain(shapes, chain.inside(inner))
@@ -167,7 +169,7 @@ def _traced(
     model = source.model
     lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
     parameters = dict(model.named_parameters())  # also of blocks that are cut off below
-    found = _shapes_by_mode(model, asked, source.entry)
+    found = _with_fp8_dims(_shapes_by_mode(model, asked, source.entry), fp8_dims(model))
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
@@ -184,7 +186,7 @@ def _traced(
     counted: dict[int, dict[Recomputation, list[Figures]]] = {}
     instants: dict[str, Instants] = {}
     untraced: dict[str, str] = {}
-    of_split, heads = SplitTrace(), 0
+    of_split, heads, product_inputs = SplitTrace(), 0, 0.0
     stacks: set[tuple[int, ...]] = set()
     for blocks in (2, 1):
         for name in lists:
@@ -210,6 +212,8 @@ def _traced(
             counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
             stacks |= runs[0].stacks
             early = [meter.early for meter in runs]
+            if blocks == 2 and mode == "none":
+                product_inputs = _kept_for_products(source, lists, tokens, runs[0].kept)
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
         if blocks == 2 and source.splits and split is not None:
@@ -238,7 +242,45 @@ def _traced(
         experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
         unpadded=source.unpadded,
         untraced=untraced,
+        product_inputs=product_inputs,
     )
+
+
+def fp8_dims(model: nn.Module) -> dict[str, int]:
+    """Return the dim of inputs of each weight that native FP8 layers would multiply by, by name."""
+    try:
+        chosen, _ = choose(model, Fp8Recipe())
+    except ValueError:  # none
+        return {}
+    found = {}
+    for name, module, weights in chosen:
+        dim = 0 if type(module).__name__ == "Conv1D" else -1  # Transformers', which is stored as its transpose
+        found |= {f"{name}.{weight}".removeprefix("."): dim for weight in weights}
+    return found
+
+
+def _with_fp8_dims(shapes: Mapping[str, Shapes], dims: Mapping[str, int]) -> dict[str, Shapes]:
+    found = {}
+    for mode, each in shapes.items():
+        parameters = (replace(parameter, fp8_dim=dims.get(parameter.name)) for parameter in each.parameters)
+        found[mode] = replace(each, parameters=tuple(parameters))
+    return found
+
+
+def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int) -> float:
+    """Return the bytes of a token that a block keeps for its FP8 layers' weights alone: what it does not keep where
+    these are frozen, and which their copies in FP8 stand for."""
+    blocks = tuple(f"{name}." if name else "" for name in lists)
+    named = dict(source.model.named_parameters())
+    weights = [named[name] for name in fp8_dims(source.model) if name.startswith(blocks)]
+    trained = [weight for weight in weights if weight.requires_grad]
+    for weight in trained:
+        weight.requires_grad_(False)
+    try:
+        return (kept - measured(source, lists, "none", 1, tokens).kept) / tokens
+    finally:
+        for weight in trained:
+            weight.requires_grad_(True)
 
 
 def _keep_commonest(blocks: Any) -> None:
