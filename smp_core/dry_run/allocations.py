@@ -26,6 +26,8 @@ from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 
+from smp_core.fp8 import GatheredWeight
+
 # operator of c10d: (kind, which argument is the full tensor, which is the group)
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0, 2),
@@ -145,6 +147,8 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, GatheredWeight):
+        return [value.data8]  # a wrapper has no bytes of its own
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):

@@ -47,6 +47,7 @@ from smp_core.dry_run.without_values import (
 )
 from smp_core.engine import ParallelModel, mesh_of, parallelize_model
 from smp_core.engine.decide import decide
+from smp_core.fp8 import GatheredWeight
 from smp_core.optim import AdamW8bit
 from smp_core.pipeline import Format
 from smp_core.plan import Shapes, Stages
@@ -267,8 +268,11 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return [local.untyped_storage() for local in locals_]
+    found = []
+    for each in tensors:
+        local = each.to_local() if isinstance(each, DTensor) else each
+        found.append(local.data8 if isinstance(local, GatheredWeight) else local)
+    return [tensor.untyped_storage() for tensor in found]
 
 
 def _main(asked: str, out: str) -> None:
