@@ -253,9 +253,8 @@ def write_page(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="*", choices=[*REQUESTS, "published", "watched"], help="the others stay as they are"
-    )
+    names = [*REQUESTS, "published", "watched"]
+    parser.add_argument("--only", nargs="*", choices=names, help="the others stay as they are")
     parser.add_argument("--seconds", action="store_true", help="time the command of the largest search")
     parser.add_argument("--page", action="store_true", help="write docs/plan-requests.md from the result")
     asked = parser.parse_args()
@@ -269,7 +268,7 @@ def main() -> None:
         result["command"] = seconds_of_command(LARGEST)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
-    for name in asked.only or [*REQUESTS, "published", "watched"]:
+    for name in asked.only or names:
         print(name, flush=True)
         if name == "published":
             result["published"] = published()

@@ -74,12 +74,14 @@ def gathered_bytes(plan: Plan, trace: ModelTrace) -> tuple[float, float]:
 def kept_bytes(plan: Plan, trace: ModelTrace, tokens: float) -> float:
     """Return how much more a block keeps for backward, of so many tokens; below 0 where it is less."""
     weights = fp8_weights(plan)
-    if not weights:
+    trained = [each for each in weights if each.trainable]
+    if not trained:
         return 0.0
-    layers, is_gathered = Fp8Layers.of(plan, trace, weights), plan.gathers and plan.gathered_itemsize(weights[0]) == 1
-    unsplit = Fp8Layers.of(plan, trace, [plan.shapes.of_name(each.name) for each in weights])
-    replaced = trace.product_inputs * layers.inputs / unsplit.inputs
-    return tokens * (layers.inputs - replaced) + (0.0 if is_gathered else layers.elements)
+    layers = Fp8Layers.of(plan, trace, trained)
+    unsplit = Fp8Layers.of(plan, trace, [plan.shapes.of_name(each.name) for each in trained])
+    inputs = tokens * (layers.inputs - trace.product_inputs * layers.inputs / unsplit.inputs)
+    is_gathered = plan.gathers and plan.gathered_itemsize(weights[0]) == 1
+    return inputs + (0.0 if is_gathered else Fp8Layers.of(plan, trace, weights).elements)
 
 
 def state_bytes(plan: Plan) -> int:

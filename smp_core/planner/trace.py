@@ -26,13 +26,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,6 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp_core.config import Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
+from smp_core.outside import ask_child
 from smp_core.plan import Entry, Shapes, is_kept
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
@@ -135,7 +131,7 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
     chain = found.shapes["none"].chain
-    shapes = _with_fp8_dims(_shapes_by_mode(model, asked, entry), fp8_dims(model))
+    shapes = _shapes_by_mode(model, asked, entry)
     inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
     if chain is not None:
         shapes = _with_chain(shapes, chain.inside(inner))
@@ -144,7 +140,13 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
-    return {mode: Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry) for mode in MODES}
+    """Return the shapes of each mode of recomputation, which know FP8 layers."""
+    found, dims = {}, fp8_dims(model)
+    for mode in MODES:
+        shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
+        parameters = (replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters)
+        found[mode] = replace(shapes, parameters=tuple(parameters))
+    return found
 
 
 def _with_chain(shapes: Mapping[str, Shapes], chain: Chain) -> dict[str, Shapes]:
@@ -169,7 +171,7 @@ def _traced(
     model = source.model
     lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
     parameters = dict(model.named_parameters())  # also of blocks that are cut off below
-    found = _with_fp8_dims(_shapes_by_mode(model, asked, source.entry), fp8_dims(model))
+    found = _shapes_by_mode(model, asked, source.entry)
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
@@ -259,14 +261,6 @@ def fp8_dims(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _with_fp8_dims(shapes: Mapping[str, Shapes], dims: Mapping[str, int]) -> dict[str, Shapes]:
-    found = {}
-    for mode, each in shapes.items():
-        parameters = (replace(parameter, fp8_dim=dims.get(parameter.name)) for parameter in each.parameters)
-        found[mode] = replace(each, parameters=tuple(parameters))
-    return found
-
-
 def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int) -> float:
     """Return the bytes of a token that a block keeps for its FP8 layers' weights alone: what it does not keep where
     these are frozen, and which their copies in FP8 stand for."""
@@ -274,6 +268,8 @@ def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int)
     named = dict(source.model.named_parameters())
     weights = [named[name] for name in fp8_dims(source.model) if name.startswith(blocks)]
     trained = [weight for weight in weights if weight.requires_grad]
+    if len(trained) == sum(each.requires_grad for each in named.values()):
+        return 0.0  # adapters alone are trained: without them there is no backward
     for weight in trained:
         weight.requires_grad_(False)
     try:
@@ -445,15 +441,6 @@ def trace(words: str, tokens: int) -> ModelTrace:
     Raises:
         ValueError: as :func:`trace_model`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "trace"
-        command = [sys.executable, "-W", "ignore", "-m", CHILD, words, str(tokens), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not out.exists():
-            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-            raise ValueError(f"model {words!r} cannot be traced: {last[0]}")
-        found = pickle.loads(out.read_bytes())  # our own child's
-    if isinstance(found, ValueError):
-        raise found
+    found = ask_child(CHILD, (words, tokens), f"model {words!r} cannot be traced")
     assert isinstance(found, ModelTrace)
     return found
