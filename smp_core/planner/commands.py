@@ -53,7 +53,7 @@ def plan(
     if links is not None:
         hardware = hardware.with_links(links)
     if price is not None:
-        hardware = hardware.with_price(price)
+        hardware = replace(hardware, price=price)
     samples = _samples(global_batch, batch_tokens, seq)
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed, questions = (list(map(_pair, written or [])) for written in (fix, why_not))

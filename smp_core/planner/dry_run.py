@@ -111,19 +111,9 @@ def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) 
             f"a dry run does not know how many tokens go to whom with expert_parallel_degree={experts}; fix it at 1 "
             "(--fix expert_parallel_degree=1)"
         )
-    found = dry_run(
-        Question(
-            recommended.model,
-            recommended.hardware,
-            chosen.knobs,
-            work.sequence,
-            chosen.micro_batch,
-            chosen.count,
-            work.precision,
-            work.optimizer,
-        )
-    )
-    return found[0]
+    batch = (work.sequence, chosen.micro_batch, chosen.count)
+    asked = Question(recommended.model, recommended.hardware, chosen.knobs, *batch, work.precision, work.optimizer)
+    return dry_run(asked)[0]
 
 
 def compared(recommended: Recommendation, found: DryRun) -> Table:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from smp_core.cluster import DEGREES
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
@@ -94,16 +95,8 @@ def _stages(candidate: Candidate) -> str:
     return "1" if stages is None else f"{stages.count}, {asked.schedule}"
 
 
-_TOLD = (
-    "shard_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "pipeline",
-    "activations",
-    "keep_between_micro_batches",
-    "param_dtype",
-)
+# Knobs with rows of their own.
+_TOLD = {*DEGREES.values(), "shard_degree", "pipeline", "activations", "keep_between_micro_batches", "param_dtype"}
 
 
 def _others(candidate: Candidate) -> str:

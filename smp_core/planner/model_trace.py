@@ -142,9 +142,9 @@ class Instants:
                 totals = [x * a + y * b + z * c + one for (a, b, c), one in zip(lives, held, strict=True)]
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
-            found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
+            found.append(tuple((*lives[at], held[at]) for at in places))
             operators = [(at, name) for at, (*_, name) in enumerate(each[0]) if "attention" in name]
-            attending.append(tuple((*_three(lives[at]), float(held[at]), "backward" in name) for at, name in operators))
+            attending.append(tuple((*lives[at], held[at], "backward" in name) for at, name in operators))
         return cls(tokens, tuple(found), kept, tuple(attending))
 
     def kept_at(self, samples: int, tokens: float) -> float:
@@ -206,11 +206,6 @@ def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun)
         (reached, at(live, lives), at(held, helds), name) for (reached, live, held, name), (_, lives, helds, _) in pairs
     ]
     return SplitRun(instants, at(one.kept, other.kept))
-
-
-def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
-    one, two, half = values
-    return float(one), float(two), float(half)
 
 
 def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:

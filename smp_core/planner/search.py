@@ -1,10 +1,9 @@
 """Search: every configuration of the open knobs, those that fit, ranked. A candidate is a plan of
 :func:`smp_core.engine.decide.decide`, with a micro-batch: what is refused there is no candidate here.
 
-Open are the pipeline, tensor, shard and context degrees, the pipeline's schedule and micro-batches, recomputation and
-offloading, what is kept between micro-batches, where optimizer states live, the copy that a node keeps, the chunked
-loss, and the micro-batch. Knobs that the user gave are fixed. A micro-batch is enlarged until memory ends. All
-micro-batches of a step go through pipeline stages in one batch, unless `pipeline.microbatches` is fixed.
+Open are the knobs of :class:`smp_core.planner.search_space.SearchSpace` that the user did not fix. A micro-batch is
+enlarged until memory ends. All micro-batches of a step go through pipeline stages in one batch, unless
+`pipeline.microbatches` is fixed.
 
 Deterministic: the same model, machines and batch give the same ranking. The pick is the simplest configuration within
 the time model's own error of the fastest: the fewest axes, then the fewest nodes in a partition group, then the time;
@@ -291,8 +290,11 @@ class _Search:
         """
         plan, tokens = model.plan, self.workload.sequence
         takes_largest = self.prunes and plan.stages is None and not all_of_them
-        if takes_largest and self._is_behind_its_like(model, batches[-1]):
-            return
+        if takes_largest:
+            # However large its micro-batches are, another one of these degrees and this recomputation is faster.
+            best = self.best_of.get((plan.layout, model.mode), math.inf)
+            if model.step(batches[-1].size, batches[-1].count).total > _FAR * best:
+                return
         largest: _Way | None = None
         for batch in batches:
             if batch.in_stages % plan.layout.pipeline and chunks_of(plan.knobs.pipeline.schedule) > 1:
@@ -313,12 +315,6 @@ class _Search:
             largest = way
         if takes_largest and largest is not None:
             yield largest
-
-    def _is_behind_its_like(self, model: StepModel, largest: Batch) -> bool:
-        """Return whether a configuration without stages takes longer than another one of the same degrees and
-        recomputation, however large its micro-batches are. Note its time otherwise, by :meth:`_take`."""
-        best = self.best_of.get((model.plan.layout, model.mode), math.inf)
-        return model.step(largest.size, largest.count).total > _FAR * best
 
     def _is_too_long(self, layout: dict[str, int], knobs: dict[str, Any], batch: Batch) -> bool:
         """Return whether computing alone takes stages longer than the best configuration so far: what all compute by

@@ -208,11 +208,12 @@ class StepModel:
 
     def _context_seconds(self, block: Figures) -> tuple[float, float]:
         """Return a block's gathers of keys and values in forward; and in backward with the sum of their gradients."""
-        if self.plan.layout.context == 1:
+        degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
+        if degree == 1:
             return 0.0, 0.0
-        whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
-        gather = self.collectives.context("all_gather", whole)
-        return gather, (gathers - 1) * gather + self.collectives.context("reduce_scatter", summed * whole)
+        whole = keys_and_values(self.plan, block)
+        gather = self.collectives.over("all_gather", degree, whole)
+        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", degree, summed * whole)
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
@@ -269,7 +270,7 @@ class _GroupCollectives:
 
     def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
         """Return the seconds of a collective over a partition group."""
-        return self._over(kind, self.degree, n_bytes, spared)
+        return self.over(kind, self.degree, n_bytes, spared)
 
     def same_experts(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
@@ -303,10 +304,6 @@ class _GroupCollectives:
         degree = self.layout.tensor
         return self._seconds("intra" if degree <= self.links.ranks_per_node else "inter", kind, degree, n_bytes)
 
-    def context(self, kind: Kind, n_bytes: float) -> float:
-        """Return the seconds of a collective over a context group."""
-        return self._over(kind, self.layout.context, n_bytes, 1.0)
-
     def message(self, place: str, n_bytes: float) -> float:
         """Return the seconds of a message from a rank to another one."""
         return self._seconds(place, "all_gather", 2, 2 * n_bytes)
@@ -327,7 +324,8 @@ class _GroupCollectives:
             seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
-    def _over(self, kind: Kind, degree: int, n_bytes: float, spared: float) -> float:
+    def over(self, kind: Kind, degree: int, n_bytes: float, spared: float = 1.0) -> float:
+        """Return the seconds of a collective over so many neighbours in the order of partition groups."""
         k = self.per_node
         if degree <= k:
             return self._seconds("intra", kind, degree, n_bytes)
