@@ -191,10 +191,11 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
 
 def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
     """Return the FP8 recipe of a run, which the log shows as the call that makes it."""
+    if shown == "none":
+        return None
     try:
         call = ast.parse(shown, mode="eval").body
-        fields = {each.arg: ast.literal_eval(each.value) for each in getattr(call, "keywords", ())}
-        recipe = None if shown == "none" else Fp8Recipe.read(fields)
+        recipe = Fp8Recipe.read({each.arg: ast.literal_eval(each.value) for each in getattr(call, "keywords", ())})
     except (ValueError, SyntaxError):
         raise ValueError(f"{path} is of a run with fp8={shown}, which is not understood") from None
     if recipe is not None and recipe.backend != "native":

@@ -60,10 +60,14 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
     def row(name: str, value: Any) -> tuple[str, list[str]]:
         return name, [value(each) for each in shown]
 
+    def stages(candidate: Candidate) -> str:
+        layout, schedule = candidate.plan.layout, candidate.plan.knobs.pipeline.schedule
+        return "1" if layout.pipeline == 1 else f"{layout.pipeline}, {schedule}"
+
     # The configuration, then memory by kind, then time by part.
     rows = [
         row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
-        *([row("stages", _stages)] if any(each.plan.stages for each in shown) else []),
+        *([row("stages", stages)] if any(each.plan.stages for each in shown) else []),
         row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
         row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
         row("recomputation", lambda c: c.recomputation),
@@ -88,11 +92,6 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         if found.hardware.price is not None:
             rows.append(row("cost", lambda c: f"{found.cost(c):,.0f}"))
     return rows
-
-
-def _stages(candidate: Candidate) -> str:
-    asked, stages = candidate.plan.knobs.pipeline, candidate.plan.stages
-    return "1" if stages is None else f"{stages.count}, {asked.schedule}"
 
 
 # Knobs with rows of their own.

@@ -5,7 +5,7 @@ Open are the knobs of :class:`smp_core.planner.search_space.SearchSpace` that th
 enlarged until memory ends. All micro-batches of a step go through pipeline stages in one batch, unless
 `pipeline.microbatches` is fixed.
 
-Deterministic: the same model, machines and batch give the same ranking. The pick is the simplest configuration within
+The same model, machines and batch give the same ranking. The pick is the simplest configuration within
 the time model's own error of the fastest: the fewest axes, then the fewest nodes in a partition group, then the time;
 within 1 % of that, the fewest knobs. Layouts are walked in that order, so that one with stages only has to be looked at
 where it can be faster than all that are simpler.
