@@ -33,8 +33,8 @@ def fp8_weights(plan: Plan) -> list[ParameterShape]:
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The FP8 layers of a block on a rank: elements of their weights, those of experts ``dealt`` to ranks among them; and
-    the numbers that a token has as their inputs and outputs, of experts as often as it meets them."""
+    """The FP8 layers of a block on a rank: elements of their weights, with those of experts ``dealt`` to ranks; numbers
+    that a token has as their inputs and outputs, of experts as often as it meets them."""
 
     elements: float = 0.0
     dealt: float = 0.0
