@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def recomputation(self) -> str:
-        """What is recomputed, and whether its inputs are offloaded, as "full, offloaded"."""
+        """The mode of recomputation, and whether inputs are offloaded, as "full, offloaded"."""
         offloaded = ", offloaded" if self.plan.activations.offloaded_bytes is not None else ""
         return f"{self.plan.knobs.activations.checkpoint}{offloaded}"
 

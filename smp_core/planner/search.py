@@ -73,7 +73,7 @@ class Found:
 
     @property
     def shortfall(self) -> str:
-        """What the sparest configuration lacks, where none fits."""
+        """A line about the sparest configuration, where none fits."""
         assert self.closest is not None
         memory = self.closest.memory
         kinds = ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)

@@ -37,7 +37,7 @@ HOST_BANDWIDTH = 150e9
 
 
 class Place(IntEnum):
-    """Which of a step's micro-batches: its first, those between, its last, or one that is both."""
+    """A place among a step's micro-batches: its first, those between, its last, or one that is both."""
 
     FIRST, BETWEEN, LAST, ONLY = range(4)
 
