@@ -141,7 +141,8 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
     """Return the shapes of each mode of recomputation, which know FP8 layers."""
-    found, dims = {}, fp8_dims(model)
+    found: dict[str, Shapes] = {}
+    dims = fp8_dims(model)
     for mode in MODES:
         shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
         parameters = (replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters)
@@ -196,7 +197,9 @@ def _traced(
             untraced[mode] = (
                 f"activations.checkpoint='selective': {words} does not train with it ({cause}); write none or full"
             )
-    instants = {mode: Instants.of(tokens, *(meter.instants for meter in runs)) for mode, runs in two.items()}
+    instants: dict[str, Instants] = {}
+    for mode, runs in two.items():
+        instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
     product_inputs = _kept_for_products(source, lists, tokens, two["none"][0].kept)
     heads, of_split = two["none"][0].heads, SplitTrace()
     if source.splits and split is not None:
@@ -256,7 +259,7 @@ def fp8_dims(model: nn.Module) -> dict[str, int]:
         chosen, _ = choose(model, Fp8Recipe())
     except ValueError:  # none
         return {}
-    found = {}
+    found: dict[str, int] = {}
     for name, module, weights in chosen:
         dim = 0 if type(module).__name__ == "Conv1D" else -1  # Transformers', which is stored as its transpose
         found |= {f"{name}.{weight}".removeprefix("."): dim for weight in weights}
