@@ -67,7 +67,7 @@ def traced() -> ModelTrace:
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["some", "more"])
 def test_planned_bytes_and_memory_are_those_of_a_run(traced: ModelTrace, cases: list[dict[str, Any]]) -> None:
-    """Bytes to the last one. Memory within 2 %: scales of the step are among what a run has at its peak. Blocks are not
+    """Bytes to the last one. Memory within 0.5 %: scales of the step are among what a run has at its peak. Blocks are not
     computed again: emulated products take a layer's values in float32, at which the peak would be then."""
     for case, (seen, scales) in zip(cases, run_ranks(followed, 2, cases)[0], strict=True):
         asked = SmpConfig(**knobs_of(case))
@@ -77,4 +77,4 @@ def test_planned_bytes_and_memory_are_those_of_a_run(traced: ModelTrace, cases: 
         assert state_bytes(plan) == scales
         planned = {kind: getattr(peak, kind) for kind in RUN_KINDS}
         planned["other"] -= scales
-        assert planned == pytest.approx(dict(seen.memory), rel=0.02), case
+        assert planned == pytest.approx(dict(seen.memory), rel=0.005), case
