@@ -25,8 +25,9 @@ from smp_core.plan import GIB
 from smp_core.planner import Workload, plan
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.explain import waits_of
+from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.planner import layout_words
-from smp_core.planner.trace import trace
+from smp_core.planner.trace import trace, trace_model
 
 RESULTS = Path(__file__).parent / "results" / "plan_requests.json"
 PAGE = Path(__file__).parents[1] / "docs" / "plan-requests.md"
@@ -58,6 +59,12 @@ REQUESTS = {
     "mixtral": Request("Mixtral 8x7B on 64 H100", "mixtral-8x7b", "8xdgx-h100", 4096, 256),
 }
 
+WATCHED: dict[str, Any] = {
+    **{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000},
+}
+"""The model of one more request, which a test plans again: where its answer is another one, all are out of date."""
+
 LARGEST, RUNS = "8b-1024", 2
 
 PUBLISHED = {"bf16": 2.03, "fp8": 3.05}
@@ -88,10 +95,14 @@ SPEEDUPS = (
 """Batches and recomputation of the last one are not published: one sample and all of it are assumed."""
 
 
-def answered(request: Request) -> dict[str, Any]:
-    """Plan a request; return the pick, what is faster, and what would change it."""
+def answered(request: Request, traced: ModelTrace | None = None) -> dict[str, Any]:
+    """Plan a request; return the pick, what is faster, and what would change it.
+
+    Args:
+        traced: the request's model; None: it is traced here.
+    """
     work = Workload(request.sequence, request.global_batch)
-    found = plan(request.model, request.cluster, work)
+    found = plan(traced or request.model, request.cluster, work)
     fastest = min(found.found.ranked, key=lambda each: each.time.total)
     of_spreads: dict[tuple[int, int], Candidate] = {}
     for each in found.found.ranked:
@@ -108,15 +119,20 @@ def answered(request: Request) -> dict[str, Any]:
     }
 
 
+def watched() -> dict[str, Any]:
+    """Plan the small request; layers are not split over ranks while it is traced."""
+    traced = trace_model("a small model", 1024, WATCHED)
+    return answered(Request("a small model on 4 RTX 4090", "", "1x4:rtx-4090", 1024, 16), traced)
+
+
 def _described(candidate: Candidate) -> dict[str, Any]:
-    knobs = candidate.plan.knobs
     return {
         "layout": layout_words(candidate),
         "axes": candidate.spread[0],
         "nodes_of_a_group": candidate.spread[1],
         "micro_batch": candidate.micro_batch,
         "micro_batches": candidate.count,
-        "recomputation": knobs.activations.checkpoint,
+        "recomputation": candidate.plan.knobs.activations.checkpoint,
         "offloads": candidate.plan.activations.offloaded_bytes is not None,
         "knobs": candidate.knobs,
         "seconds": candidate.time.total,
@@ -171,12 +187,11 @@ def table(answers: dict[str, Any]) -> str:
         if name not in answers:
             continue
         pick = answers[name]["pick"]
-        mode = pick["recomputation"] + (", offloaded" if pick["offloads"] else "")
         cells = [
             f"[{request.words}](#{_anchor(request.words)})",
             pick["layout"],
             f"{pick['micro_batches']} of {pick['micro_batch']}",
-            mode,
+            pick["recomputation"] + (", offloaded" if pick["offloads"] else ""),
             f"{pick['seconds']:.3g} ± {pick['band']:.0%}",
             f"{pick['tokens_per_second']:,.0f} ± {pick['band']:.0%}",
             f"{pick['memory_gib']:.1f} of {pick['capacity_gib']:.1f}",
@@ -248,7 +263,8 @@ def write_page(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=[*REQUESTS, "published"], help="the others stay as they are")
+    names = [*REQUESTS, "published", "watched"]
+    parser.add_argument("--only", nargs="*", choices=names, help="the others stay as they are")
     parser.add_argument("--seconds", action="store_true", help="time the command of the largest search")
     parser.add_argument("--page", action="store_true", help="write docs/plan-requests.md from the result")
     asked = parser.parse_args()
@@ -262,10 +278,12 @@ def main() -> None:
         result["command"] = seconds_of_command(LARGEST)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return
-    for name in asked.only or [*REQUESTS, "published"]:
+    for name in asked.only or names:
         print(name, flush=True)
         if name == "published":
             result["published"] = published()
+        elif name == "watched":
+            result["watched"] = watched()
         else:
             result["requests"][name] = answered(REQUESTS[name])
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -91,8 +91,16 @@ def foundry(path: Path) -> list[Case]:
         used = peak_memory(plan, trace, *counts, sequence)
         predict = stepped(plan, trace, hardware, sequence, counts)
         group = f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
-        cases.append(Case(row, row["model"], measured, predict, group, used.total / used.capacity))
+        kind = foundry_kind(row)
+        cases.append(Case(row, row["model"], measured, predict, group, kind, used.total / used.capacity))
     return cases
+
+
+def foundry_kind(row: Row) -> str:
+    """Return the device and whether sequences are short or long; "": they are neither."""
+    sequence = int(row["sequence"])
+    length = "short" if sequence <= 2048 else "long" if sequence >= 32768 else ""
+    return f"{row['gpu']}, {length} sequences" if length else ""
 
 
 def kempner(path: Path, with_memory: bool = False) -> list[Case]:
@@ -121,9 +129,14 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         )
         if with_memory:
             case.used = _kempner_memory(row, asked, hardware, counts)
-        case.group = f"tensor={tensor}"
+        case.group, case.kind = f"tensor={tensor}", kempner_kind(row)
         cases.append(case)
     return cases
+
+
+def kempner_kind(row: Row) -> str:
+    """Return whether layers are split over ranks."""
+    return "tensor ranks" if int(row["tensor"]) > 1 else "no tensor ranks"
 
 
 def kempner_batch(row: Row) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class Case:
         measured: seconds.
         predict: constants -> seconds.
         group: of rows whose mean error is told apart.
+        kind: of rows whose mean signed error is told apart, where all programs are fitted together.
         used: the planned peak of memory as a share of the device's.
         weight: of the row in a fit.
     """
@@ -42,6 +43,7 @@ class Case:
     measured: float
     predict: Callable[[Constants], float]
     group: str = ""
+    kind: str = ""
     used: float | None = None
     weight: float = 1.0
 
@@ -164,6 +166,7 @@ def without_each(programs: Mapping[str, Sequence[Case]], start: Constants) -> di
             "left_out_worst": max(outside, key=abs),
             "left_out_constants": constants,
             "errors": inside,
+            "by_kind": by_kind([case.kind for case in own], inside),
         }
         memory = [case.used for case in own if case.used is not None]
         if memory and name != "llm_foundry":  # whose memory was not measured
@@ -176,6 +179,15 @@ def without_each(programs: Mapping[str, Sequence[Case]], start: Constants) -> di
         tried = [loss_of(together, {**on_all, name: value * factor}) / least - 1 for factor in (1 / 1.2, 1.2)]
         grows[name] = {"less": tried[0], "more": tried[1]}
     return {"programs": judged, "fitted_on_all": on_all, "loss": least, "loss_grows": grows}
+
+
+def by_kind(kinds: Sequence[str], errors: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Return the mean signed error of the rows of each kind that has a name."""
+    found = {}
+    for kind in sorted(set(kinds) - {""}):
+        own = [error for each, error in zip(kinds, errors, strict=True) if each == kind]
+        found[kind] = {"rows": len(own), "mean": statistics.fmean(own)}
+    return found
 
 
 def regret(cases: Sequence[Case], constants: Constants) -> float:

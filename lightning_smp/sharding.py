@@ -23,9 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_smp.precision import Fp8Precision, autocast_dtype
 from smp_core import plan as planning
 from smp_core.config import Fp8Recipe, SmpConfig
-from smp_core.engine import ParallelModel
+from smp_core.engine import ParallelModel, knobs_of_next_run
 from smp_core.entry import parallelize
-from smp_core.planner import knobs_of_next_run
 from smp_core.sharding import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.topology import Topology
 

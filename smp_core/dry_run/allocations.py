@@ -5,8 +5,7 @@ alive. Storages that FSDP2 frees by resizing them count with the size they have.
 finds the operation after which most is alive, the second run stops there and asks which storages these are, and what
 each is.
 
-Collectives of c10d are counted on the way: kind, ranks of the group, bytes of the full tensor. They communicate
-nothing.
+Collectives of c10d communicate nothing.
 
 Torch has no public names for which fake mode is active (torch._guards), which a step's operations are told from
 DTensor's own trial runs by, and for the work that its own fake collectives return (torch._C._distributed_c10d).
@@ -15,27 +14,17 @@ DTensor's own trial runs by, and for the work that its own fake collectives retu
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 
-# operator of c10d: (kind, which argument is the full tensor, which is the group)
-_COLLECTIVES = {
-    "_allgather_base_": ("all_gather", 0, 2),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0, 2),
-    "_reduce_scatter_base_": ("reduce_scatter", 1, 2),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 2),
-    "allreduce_": ("all_reduce", 0, 1),
-    "alltoall_base_": ("all_to_all", 1, 2),
-    "broadcast_": ("broadcast", 0, 1),
-}
+from smp_core.fp8 import GatheredWeight
+
 _RETURNS_WORK_ONLY = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")  # fake mode lacks them
 
 
@@ -50,7 +39,6 @@ class Allocations(TorchDispatchMode):
     Attributes:
         highest: the most bytes that were alive at one time.
         highest_at: the operation after which they were.
-        collectives: (kind, ranks of the group, bytes of the full tensor) -> calls.
     """
 
     def __init__(
@@ -62,7 +50,6 @@ class Allocations(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.highest = self.highest_at = 0
-        self.collectives: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         self._at, self._on_peak = at, on_peak
         self._inside = inside or {}
         self._operations = 0
@@ -96,7 +83,8 @@ class Allocations(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that its local operations come here
         if func.namespace == "c10d":
-            return self._collective(func, args, kwargs or {})
+            works = func.overloadpacket.__name__ in _RETURNS_WORK_ONLY
+            return FakeWork().boxed() if works else func(*args, **(kwargs or {}))
         if func in self._inside:
             return self._within(self._inside[func], args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -122,16 +110,6 @@ class Allocations(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _COLLECTIVES:
-            kind, tensors, group = _COLLECTIVES[name]
-            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group])))
-            n_bytes = sum(each.numel() * each.itemsize for each in _tensors(args[tensors]))
-            if len(ranks) > 1:
-                self.collectives[kind, ranks, n_bytes] += 1
-        return FakeWork().boxed() if name in _RETURNS_WORK_ONLY else func(*args, **kwargs)
-
     def _follow(self, storage: torch.UntypedStorage) -> None:
         address, size = id(storage), storage.nbytes()
         self._live += size - self._sizes.get(address, 0)
@@ -145,6 +123,8 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, GatheredWeight):
+        return [value.data8]  # a wrapper has no bytes of its own
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):

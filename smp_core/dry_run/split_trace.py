@@ -1,6 +1,6 @@
 """Traces of a model whole, and with its layers split over tensor ranks: the child process of a plan.
 
-    python -m smp_core.dry_run.split_trace WORDS TOKENS OUT     as of :func:`smp_core.planner.trace.trace`
+    python -m smp_core.dry_run.split_trace QUESTION OUT     as of :func:`smp_core.planner.trace.trace`
 
 What a rank keeps of split layers, and gathers for them, is found by running them, on rank 0 of a fake process group
 whose collectives do nothing.
@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import pickle
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.comm import CommMeter
 from smp_core.dry_run.without_values import alike
+from smp_core.outside import answer_parent
 from smp_core.planner import Instants, ModelTrace, Source, SplitRun, SplitTrace, between, copied, trace
 from smp_core.tensor_parallel import TensorAxis, apply_tensor_parallel
 from smp_core.topology import Topology
@@ -102,15 +100,6 @@ def _over(model: nn.Module, degree: int) -> Iterator[dict[str, int]]:
         dist.destroy_process_group()
 
 
-def _main(words: str, tokens: str, out: str) -> None:
-    torch.set_num_threads(1)
-    found: ModelTrace | ValueError
-    try:
-        found = trace_model(words, int(tokens))
-    except ValueError as error:
-        found = ValueError(str(error))
-    Path(out).write_bytes(pickle.dumps(found))
-
-
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    answer_parent(lambda question: trace_model(*question))

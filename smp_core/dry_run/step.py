@@ -14,15 +14,12 @@ here, in any dtype.
 
 from __future__ import annotations
 
-import pickle
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,7 +44,9 @@ from smp_core.dry_run.without_values import (
 )
 from smp_core.engine import ParallelModel, mesh_of, parallelize_model
 from smp_core.engine.decide import decide
+from smp_core.fp8 import GatheredWeight
 from smp_core.optim import AdamW8bit
+from smp_core.outside import answer_parent
 from smp_core.pipeline import Format
 from smp_core.plan import Shapes, Stages
 from smp_core.plan.chain import with_chain
@@ -251,36 +250,25 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
             raise ValueError(f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}")
         memory.update(rank.kinds_of(sizes))
 
-    with Allocations(before, first.highest_at, note, attention.INSIDE) as second:
+    with Allocations(before, first.highest_at, note, attention.INSIDE):
         rank.step()
     rank.parallel.meter.close_step()
-    # Bytes, by kind and link, and calls, by kind and group.
+    # Bytes, by kind and link.
     metered = rank.parallel.meter.per_step().items()
     sent = {name.removesuffix("_bytes"): value for name, value in metered if name.endswith("_bytes") and "/" in name}
-    calls: dict[str, tuple[int, int]] = {}
-    for (kind, group, n_bytes), times in second.collectives.items():
-        count, total = calls.get(f"{kind} over {len(group)}", (0, 0))
-        calls[f"{kind} over {len(group)}"] = (count + times, total + times * n_bytes)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     groups = tuple(rank.parallel.mesh.communicators)
-    return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, groups, ranks, 0.0, resident)
+    return DryRun(memory, {k: v for k, v in sent.items() if v}, groups, ranks, 0.0, resident)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return [local.untyped_storage() for local in locals_]
-
-
-def _main(asked: str, out: str) -> None:
-    torch.set_num_threads(1)
-    found: list[DryRun | ValueError] = []
-    for question in pickle.loads(Path(asked).read_bytes()):
-        try:
-            found.append(rehearse(question))
-        except (ValueError, NotImplementedError) as error:
-            found.append(ValueError(str(error)))
-    Path(out).write_bytes(pickle.dumps(found))
+    found = []
+    for each in tensors:
+        local = each.to_local() if isinstance(each, DTensor) else each
+        found.append(local.data8 if isinstance(local, GatheredWeight) else local)
+    return [tensor.untyped_storage() for tensor in found]
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    answer_parent(lambda questions: list(map(rehearse, questions)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
+    from smp_core.outside.child_process import answer_parent as answer_parent, ask_child as ask_child
     from smp_core.outside.command_line import (
         OneLineErrors as OneLineErrors,
         console as console,

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
         forward_only as forward_only,
         with_messages as with_messages,
     )
-    from smp_core.plan.shapes import Shapes as Shapes
+    from smp_core.plan.shapes import ParameterShape as ParameterShape, Shapes as Shapes
     from smp_core.plan.stages import Stages as Stages
     from smp_core.plan.subject import (
         FOREIGN_FP8 as FOREIGN_FP8,

@@ -190,10 +190,10 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
     return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters, last)
 
 
-def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced"]) -> int:
-    """Return the bytes of a unit's full parameters as they are gathered, or of the gradients of its trainable ones as
-    they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer, and one of the ranks that
-    experts are dealt to."""
+def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced", "computed"]) -> int:
+    """Return the bytes of a unit's full parameters as they are gathered, or in the dtypes that are computed with, or of
+    the gradients of its trainable ones as they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each
+    layer, and one of the ranks that experts are dealt to."""
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
@@ -201,6 +201,8 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
         if what == "gathered" and plan.is_coded(parameter):
             total += plan.stored_bytes(parameter, elements)
         elif what == "gathered":
+            total += elements * plan.gathered_itemsize(parameter)
+        elif what == "computed":
             total += elements * plan.dtypes.of_gathered(parameter).itemsize
         elif parameter.trainable:
             total += elements * plan.dtypes.of_reduced(parameter).itemsize
@@ -316,7 +318,7 @@ def _gathered_bytes(plan: Plan) -> int:
     root = largest = total = units = experts = of_experts = 0
     for is_root, parameters, count in plan.split_shapes.alike_units:
         dealt = plan.dealt(parameters[0]) if parameters else 1
-        held = sum(_shard_elements(each, plan) * plan.dtypes.of_gathered(each).itemsize for each in parameters)
+        held = sum(_shard_elements(each, plan) * plan.gathered_itemsize(each) for each in parameters)
         size = held * degree // dealt
         if is_root:
             root += count * size

@@ -66,6 +66,8 @@ class GivenSharding:
 
 TRAINERS_OWN = Precision()
 _SHORTEST_CODED_ROW = 16
+FP8_ALIGNMENT = 16
+"""FP8 kernels want both sizes of a weight, by the tensor ranks, to be multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,19 @@ class Plan:
             return elements * self.dtypes.of_stored(parameter).itemsize
         row = math.prod(parameter.shape[1:])
         return elements // row * RowCodec(self.knobs.frozen_storage).row_bytes(row)
+
+    def multiplies_in_fp8(self, parameter: ParameterShape) -> bool:
+        """Return whether a native FP8 layer multiplies by this parameter of a tensor rank."""
+        if self.knobs.fp8 is None or self.knobs.fp8.backend != "native" or parameter.fp8_dim is None:
+            return False
+        sizes = self.shapes.of_name(parameter.name).shape[-2:]
+        return all(size % (FP8_ALIGNMENT * self.layout.tensor) == 0 for size in sizes)
+
+    def gathered_itemsize(self, parameter: ParameterShape) -> int:
+        """Return the bytes of an element of a unit's parameter as it is gathered, if it is not stored as codes."""
+        if self.knobs.fp8 is not None and self.knobs.fp8.fp8_all_gather and self.multiplies_in_fp8(parameter):
+            return 1
+        return self.dtypes.of_gathered(parameter).itemsize
 
     @property
     def keeps_parameters(self) -> bool:

@@ -28,6 +28,8 @@ class ParameterShape:
         shape: of the whole tensor.
         split_dim: in which tensor ranks split it, if they divide it; None: each holds all of it. A trace of split
             layers knows; without one, matrices are taken to be split.
+        fp8_dim: that of the inputs, of a weight that FP8 layers would multiply by; None: it is none, or no trace of the
+            model is known.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ParameterShape:
     dtype: torch.dtype
     trainable: bool
     split_dim: int | None = None
+    fp8_dim: int | None = None
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> ParameterShape:
@@ -221,7 +224,7 @@ class Shapes:
         for unit in sorted(self.units.units, key=lambda unit: unit.is_root):
             own = [each for each in map(self.of_name, unit.parameters) if each.name not in counted and each.shape]
             counted.update(each.name for each in own)
-            kind = (unit.is_root, tuple((each.shape, each.dtype) for each in own))
+            kind = (unit.is_root, tuple((each.shape, each.dtype, each.fp8_dim) for each in own))
             found.setdefault(kind, []).append(tuple(own))
         return [(kind[0], same[0], len(same)) for kind, same in found.items()]
 

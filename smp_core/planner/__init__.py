@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         SplitTrace as SplitTrace,
         between as between,
     )
-    from smp_core.planner.next_run import knobs_of_next_run as knobs_of_next_run
     from smp_core.planner.planner import NothingFits as NothingFits, Recommendation as Recommendation, plan as plan
     from smp_core.planner.trace import scores_kept as scores_kept
     from smp_core.planner.workload import Workload as Workload

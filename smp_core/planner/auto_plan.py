@@ -27,14 +27,10 @@ from smp_core.planner.hardware import EXAMPLES, Hardware
 from smp_core.planner.search import Found, search
 from smp_core.planner.search_space import COUNT, MICRO_BATCH
 from smp_core.planner.trace import trace_built
+from smp_core.planner.trace_meter import flat
 from smp_core.planner.workload import Workload
 
-OPEN = (
-    "shard_degree",
-    "activations",
-    "keep_between_micro_batches",
-    "reshard_after_forward",
-)
+OPEN = ("shard_degree", "activations", "keep_between_micro_batches", "reshard_after_forward")
 _WITH_GLOBAL_BATCH = ("context_parallel_degree", "tensor_parallel_degree")
 _CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 2e10  # of one rank; only the order of plans depends on them
 _WITHOUT = "or write shard_degree='auto' in its place, which looks at model states alone"
@@ -109,7 +105,10 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     counts = {MICRO_BATCH: micro_batch, COUNT: step.accumulated}
     found = search(traced, hardware, work, {**fixed, **counts}, cluster=machines, precision=step.precision)
     if not found.ranked:
-        raise ValueError(_nothing_fits(found, micro_batch))
+        raise ValueError(
+            f"plan='auto': {found.shortfall} with a micro-batch of {micro_batch}; write state_offload='optimizer', "
+            "give the data loader a smaller batch, or start more ranks"
+        )
     chosen = found.ranked[0]
     knobs = {knob: chosen.asked.asked(knob) for knob in open_knobs if knob not in fixed}
     return Decision(knobs, _said(found, knobs, hardware, work))
@@ -117,7 +116,8 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
 
 def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
     """Return tokens of a sample and samples of a micro-batch."""
-    sizes = list(_example_sizes(getattr(model, "example_input_array", None)))
+    given = flat(getattr(model, "example_input_array", None))
+    sizes = [each.shape[:2] for each in given if isinstance(each, torch.Tensor) and each.ndim > 1]
     micro_batch, sequence = sizes[0] if sizes else (None, None)
     found = (plan.sequence or sequence, plan.micro_batch or micro_batch)
     if found[0] is None or found[1] is None:
@@ -126,15 +126,6 @@ def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
             f"the data loader's batch}}, or give the model an example_input_array [samples, tokens]; {_WITHOUT}"
         )
     return found  # type: ignore[return-value]  # mypy does not see it through the tuple
-
-
-def _example_sizes(example: Any) -> Any:
-    """Yield samples and tokens of the tensors of a batch that have both."""
-    if isinstance(example, Mapping):
-        example = tuple(example.values())
-    for each in example if isinstance(example, (tuple, list)) else (example,):
-        if isinstance(each, torch.Tensor) and each.ndim > 1:
-            yield each.shape[0], each.shape[1]
 
 
 def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) -> Hardware:
@@ -197,13 +188,3 @@ def _said(found: Found, knobs: Mapping[str, Any], hardware: Hardware, work: Work
 def _differences(other: Candidate, chosen: Candidate, knobs: Mapping[str, Any]) -> str:
     differing = [knob for knob in knobs if other.asked.asked(knob) != chosen.asked.asked(knob)]
     return ", ".join(f"{knob}={other.knobs.get(knob, other.asked.asked(knob))}" for knob in differing)
-
-
-def _nothing_fits(found: Found, micro_batch: int) -> str:
-    assert found.closest is not None
-    memory = found.closest.memory
-    return (
-        f"plan='auto': nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.3g} "
-        f"GiB of {memory.capacity / GIB:.3g} for a micro-batch of {micro_batch}; write state_offload='optimizer', "
-        "give the data loader a smaller batch, or start more ranks"
-    )

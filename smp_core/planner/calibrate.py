@@ -13,6 +13,7 @@ No share becomes larger than 1. A single step's time cannot tell more constants 
 
 from __future__ import annotations
 
+import ast
 import math
 import statistics
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.cluster import DEGREES, PARTITION, Axis
-from smp_core.config import SmpConfig, nested
+from smp_core.config import Fp8Recipe, SmpConfig, nested
 from smp_core.engine.decide import decide
 from smp_core.outside import number, numbers
 from smp_core.plan import GIB, Plan
@@ -30,7 +31,7 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.stage_part import states_of
 from smp_core.planner.stage_time import step_model
-from smp_core.planner.step_memory import peak_memory, recomputation
+from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.workload import Workload
 from smp_core.run_log import Run, objects
 
@@ -181,14 +182,25 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
             asked[str(row["knob"])] = row.get("value")
         if row.get("knob") == "pipeline.split" and row.get("asked") != "auto":
             asked["pipeline.split"] = f"[{row.get('value')}]"
+        if row.get("knob") == "fp8":
+            asked["fp8"] = _recipe(str(row.get("value")), path)
     config = SmpConfig.from_dict(nested(asked))
-    mode = str(config.activations.checkpoint)
-    if mode not in trace.shapes:
-        raise ValueError(f"{path} is of a run with activations.checkpoint={mode!r}, which is not planned with")
-    dealt = config.expert_parallel_degree != 1
-    plan = decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
-    recomputation(plan)
-    return plan
+    mode, dealt = str(config.activations.checkpoint), config.expert_parallel_degree != 1
+    return decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
+
+
+def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
+    """Return the FP8 recipe of a run, which the log shows as the call that makes it."""
+    if shown == "none":
+        return None
+    try:
+        call = ast.parse(shown, mode="eval").body
+        recipe = Fp8Recipe.read({each.arg: ast.literal_eval(each.value) for each in getattr(call, "keywords", ())})
+    except (ValueError, SyntaxError):
+        raise ValueError(f"{path} is of a run with fp8={shown}, which is not understood") from None
+    if recipe is not None and recipe.backend != "native":
+        raise ValueError(f"{path} is of a run with fp8.backend={recipe.backend!r}, which is not planned with")
+    return recipe
 
 
 _LINKS = {"link": ("intra", "links inside nodes"), "network": ("inter", "links between nodes")}

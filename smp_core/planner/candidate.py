@@ -87,6 +87,12 @@ class Candidate:
         return complexity_of(self.plan, self.knobs)
 
     @property
+    def recomputation(self) -> str:
+        """The mode of recomputation, and whether inputs are offloaded, as "full, offloaded"."""
+        offloaded = ", offloaded" if self.plan.activations.offloaded_bytes is not None else ""
+        return f"{self.plan.knobs.activations.checkpoint}{offloaded}"
+
+    @property
     def spread(self) -> tuple[int, int]:
         """The risk of a configuration: its axes beside sharding, and the nodes of a partition group."""
         layout, per_node = self.plan.layout, self.plan.cluster.topology.ranks_per_node

@@ -53,11 +53,10 @@ def plan(
     if links is not None:
         hardware = hardware.with_links(links)
     if price is not None:
-        hardware = hardware.with_price(price)
+        hardware = replace(hardware, price=price)
     samples = _samples(global_batch, batch_tokens, seq)
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
-    fixed = _fixed(fix or [])
-    questions = list(map(_pair, why_not or []))
+    fixed, questions = (list(map(_pair, written or [])) for written in (fix, why_not))
     planned: str | ModelTrace = model
     if from_log is not None:
         planned = trace(model, workload.sequence)
@@ -101,18 +100,6 @@ def _samples(global_batch: int | None, batch_tokens: float | None, sequence: int
     if global_batch is not None:
         return global_batch
     return max(round((batch_tokens or 0) / sequence), 1)
-
-
-def _fixed(written: list[str]) -> dict[str, str]:
-    """Return knobs and their values; `pipeline` with a number is the degree, beside which it may name a schedule."""
-    pairs = [_pair(each) for each in written]
-    fixed = {
-        "pipeline_parallel_degree" if pair[0] == "pipeline" and pair[1].isdigit() else pair[0]: pair[1]
-        for pair in pairs
-    }
-    if len(fixed) < len(pairs):
-        raise ValueError(f"--fix names a knob twice: {', '.join(written)}")
-    return fixed
 
 
 def _pair(text: str) -> tuple[str, str]:

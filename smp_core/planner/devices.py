@@ -112,12 +112,9 @@ _PCIE3, _PCIE4, _PCIE5, _PCIE6 = 16e9, 32e9, 64e9, 128e9
 
 # Between cards without NVLink, and to the host. Programs find a little less memory than is printed on the card.
 DEVICES: dict[str, Device] = {
-    "v100-16g": Device(
-        "V100", 15.8, 900e9, 150e9, _PCIE3, "NVIDIA V100 data sheet: SXM2 16 GB, NVLink 300 GB/s, float16", 125e12
-    ),
-    "v100-32g": Device(
-        "V100", 31.7, 900e9, 150e9, _PCIE3, "NVIDIA V100 data sheet: SXM2 32 GB, NVLink 300 GB/s, float16", 125e12
-    ),
+    # of float16
+    "v100-16g": Device("V100", 15.8, 900e9, 150e9, _PCIE3, "NVIDIA V100 data sheet: SXM2 16 GB, NVLink", 125e12),
+    "v100-32g": Device("V100", 31.7, 900e9, 150e9, _PCIE3, "NVIDIA V100 data sheet: SXM2 32 GB, NVLink", 125e12),
     "a100-40g": Device("A100", 39.4, 1555e9, 300e9, _PCIE4, "NVIDIA A100 data sheet: SXM 40 GB, NVLink 600 GB/s"),
     "a100-80g": Device("A100", 79.2, 2039e9, 300e9, _PCIE4, "NVIDIA A100 data sheet: SXM 80 GB, NVLink 600 GB/s"),
     "a100-pcie-40g": Device("A100 PCIE", 39.4, 1555e9, _PCIE4, _PCIE4, "NVIDIA A100 data sheet: PCIe 40 GB"),
@@ -125,39 +122,19 @@ DEVICES: dict[str, Device] = {
     "h100-80g": Device("H100", 79.2, 3350e9, 450e9, _PCIE5, "NVIDIA H100 data sheet: SXM, NVLink 900 GB/s"),
     "h100-pcie": Device("H100 PCIE", 79.2, 2000e9, _PCIE5, _PCIE5, "NVIDIA H100 data sheet: PCIe"),
     "h200": Device("H200", 139.8, 4800e9, 450e9, _PCIE5, "NVIDIA H200 data sheet: SXM 141 GB, NVLink 900 GB/s"),
-    "gh200": Device(
-        "GH200", 94.5, 4000e9, 450e9, 450e9, "NVIDIA GH200 data sheet: 96 GB HBM3, NVLink and NVLink-C2C 900 GB/s each"
-    ),
+    "gh200": Device("GH200", 94.5, 4000e9, 450e9, 450e9, "NVIDIA GH200 data sheet: 96 GB HBM3, NVLink-C2C 900 GB/s"),
     "b200": Device("B200", 178.0, 8000e9, 900e9, _PCIE5, "NVIDIA DGX B200 data sheet: 1,440 GB in 8, NVLink 1.8 TB/s"),
-    "gb200": Device(
-        "GB200",
-        184.0,
-        8000e9,
-        900e9,
-        225e9,
-        "NVIDIA GB200 NVL72 data sheet: 186 GB, NVLink 1.8 TB/s, half a CPU's C2C",
-    ),
+    "gb200": Device("GB200", 184.0, 8000e9, 900e9, 225e9, "NVIDIA GB200 NVL72 data sheet: 186 GB, half a CPU's C2C"),
     "b300": Device("B300", 267.0, 8000e9, 900e9, _PCIE6, "NVIDIA DGX B300 data sheet: 288 GB each, NVLink 1.8 TB/s"),
-    "dgx-spark": Device(
-        "GB10",
-        119.0,
-        273e9,
-        25e9,
-        273e9,
-        "NVIDIA DGX Spark data sheet: 128 GB, 273 GB/s, 1 PFLOPS FP4 sparse, 200 Gb/s",
-    ),
+    "dgx-spark": Device("GB10", 119.0, 273e9, 25e9, 273e9, "NVIDIA DGX Spark data sheet: 128 GB, 200 Gb/s"),
     "a10g": Device("A10G", 22.1, 600e9, _PCIE4, _PCIE4, "NVIDIA A10G data sheet: 24 GB, PCIe Gen4"),
     "a40": Device("A40", 44.4, 696e9, _PCIE4, _PCIE4, "NVIDIA A40 data sheet: 48 GB with ECC, PCIe Gen4"),
     "l4": Device("L4", 22.0, 300e9, _PCIE4, _PCIE4, "NVIDIA L4 data sheet: 24 GB, PCIe Gen4"),
     "l40s": Device("L40S", 44.5, 864e9, _PCIE4, _PCIE4, "NVIDIA L40S data sheet: 48 GB, PCIe Gen4"),
     "rtx-a6000": Device("RTX A6000", 47.4, 768e9, _PCIE4, _PCIE4, "NVIDIA RTX A6000 data sheet: 48 GB, PCIe Gen4"),
-    "rtx-6000-ada": Device(
-        "RTX 6000 Ada", 47.4, 960e9, _PCIE4, _PCIE4, "NVIDIA RTX 6000 Ada data sheet: 48 GB, PCIe Gen4"
-    ),
+    "rtx-6000-ada": Device("RTX 6000 Ada", 47.4, 960e9, _PCIE4, _PCIE4, "NVIDIA RTX 6000 Ada data sheet: 48 GB"),
     "rtx-4090": Device("RTX 4090", 23.5, 1008e9, _PCIE4, _PCIE4, "NVIDIA Ada architecture paper: 24 GB, PCIe Gen4"),
-    "rtx-5090": Device(
-        "RTX 5090", 31.3, 1792e9, _PCIE5, _PCIE5, "NVIDIA RTX Blackwell architecture paper: 32 GB, PCIe Gen5"
-    ),
+    "rtx-5090": Device("RTX 5090", 31.3, 1792e9, _PCIE5, _PCIE5, "NVIDIA RTX Blackwell architecture paper: 32 GB"),
     "mi300x": Device("MI300X", 191.5, 5300e9, 448e9, _PCIE5, "AMD Instinct MI300X data sheet: 192 GB, 7 x 64 GB/s"),
     "mi325x": Device("MI325X", 255.5, 6000e9, 448e9, _PCIE5, "AMD Instinct MI325X data sheet: 256 GB, 7 x 64 GB/s"),
     "mi355x": Device("MI355X", 287.5, 8000e9, 537.6e9, _PCIE5, "AMD Instinct MI355X data sheet: 288 GB, 7 x 76.8 GB/s"),

@@ -10,15 +10,11 @@ Not run that way: FP8, and experts that are dealt to ranks, whose numbers of row
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_core.outside import ask_child
 from smp_core.plan import GIB, OPTIMIZERS, communicators
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
@@ -70,7 +66,6 @@ class DryRun:
         memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
         sent: bytes that leave the rank in a step, by "kind/link" as :class:`smp_core.comm.meter.CommMeter` has them.
         communicators: ranks of each group that the rank's device talks in with others.
-        calls: collectives of c10d in a step, as "kind over ranks of the group" -> (calls, bytes of the full tensors).
         ranks: of the fake process group.
         seconds: of processor time, imports not included.
         resident: bytes of the child process at most.
@@ -80,7 +75,6 @@ class DryRun:
 
     memory: Mapping[str, int]
     sent: Mapping[str, float]
-    calls: Mapping[str, tuple[int, int]]
     communicators: tuple[int, ...]
     ranks: int
     seconds: float
@@ -99,19 +93,7 @@ def dry_run(*questions: Question) -> list[DryRun]:
     Raises:
         ValueError: a model or configuration that cannot be run; says why.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        asked, out = Path(folder) / "question", Path(folder) / "answer"
-        asked.write_bytes(pickle.dumps(questions))
-        command = [sys.executable, "-W", "ignore", "-m", CHILD, str(asked), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not out.exists():
-            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-            raise ValueError(f"the dry run of {questions[0].model!r} ended: {last[0]}")
-        found = pickle.loads(out.read_bytes())  # our own child's
-    for each in found:
-        if isinstance(each, ValueError):
-            raise each
-    return list(found)
+    return list(ask_child(CHILD, questions, f"the dry run of {questions[0].model!r} ended"))
 
 
 def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) -> DryRun:
@@ -129,19 +111,9 @@ def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) 
             f"a dry run does not know how many tokens go to whom with expert_parallel_degree={experts}; fix it at 1 "
             "(--fix expert_parallel_degree=1)"
         )
-    found = dry_run(
-        Question(
-            recommended.model,
-            recommended.hardware,
-            chosen.knobs,
-            work.sequence,
-            chosen.micro_batch,
-            chosen.count,
-            work.precision,
-            work.optimizer,
-        )
-    )
-    return found[0]
+    batch = (work.sequence, chosen.micro_batch, chosen.count)
+    asked = Question(recommended.model, recommended.hardware, chosen.knobs, *batch, work.precision, work.optimizer)
+    return dry_run(asked)[0]
 
 
 def compared(recommended: Recommendation, found: DryRun) -> Table:

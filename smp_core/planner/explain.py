@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from smp_core.cluster import DEGREES
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
@@ -59,22 +60,24 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
     def row(name: str, value: Any) -> tuple[str, list[str]]:
         return name, [value(each) for each in shown]
 
+    def stages(candidate: Candidate) -> str:
+        layout, schedule = candidate.plan.layout, candidate.plan.knobs.pipeline.schedule
+        return "1" if layout.pipeline == 1 else f"{layout.pipeline}, {schedule}"
+
+    # The configuration, then memory by kind, then time by part.
     rows = [
         row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
-        *([row("stages", _stages)] if any(each.plan.stages for each in shown) else []),
+        *([row("stages", stages)] if any(each.plan.stages for each in shown) else []),
         row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
         row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
-        row("recomputation", _recomputation),
+        row("recomputation", lambda c: c.recomputation),
         row("kept between", lambda c: c.plan.knobs.keep_between_micro_batches),
         row("other knobs", _others),
         ("", []),
     ]
     for kind in MEMORY_KINDS:
         rows.append(row(f"{kind}, GiB", lambda c, kind=kind: f"{getattr(c.memory, kind) / GIB:.1f}"))
-    rows += [
-        row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"),
-        ("", []),
-    ]
+    rows += [row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"), ("", [])]
     for part in TIME_PARTS:
         if any(getattr(each.time, part) for each in shown):
             rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
@@ -91,26 +94,8 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
     return rows
 
 
-def _stages(candidate: Candidate) -> str:
-    asked, stages = candidate.plan.knobs.pipeline, candidate.plan.stages
-    return "1" if stages is None else f"{stages.count}, {asked.schedule}"
-
-
-def _recomputation(candidate: Candidate) -> str:
-    mode = candidate.plan.knobs.activations.checkpoint
-    return f"{mode}, offloaded" if candidate.plan.activations.offloaded_bytes is not None else str(mode)
-
-
-_TOLD = (
-    "shard_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "pipeline_parallel_degree",
-    "pipeline",
-    "activations",
-    "keep_between_micro_batches",
-    "param_dtype",
-)
+# Knobs with rows of their own.
+_TOLD = {*DEGREES.values(), "shard_degree", "pipeline", "activations", "keep_between_micro_batches", "param_dtype"}
 
 
 def _others(candidate: Candidate) -> str:
@@ -199,7 +184,7 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))
     step = candidate.micro_batch, candidate.count, found.workload.sequence, stage
     sent, of_all = sent_bytes(alone, None, *step), sent_bytes(plan, trace, *step)
-    itemsize = plan.dtypes.of_gathered(plan.shapes.parameters[0]).itemsize
+    itemsize = plan.gathered_itemsize(next(each for each in shapes.parameters if each.name in trace.experts))
     return {
         "parameters": trace.expert_elements,
         "active_parameters": trace.active_parameters,

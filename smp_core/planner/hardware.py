@@ -67,21 +67,22 @@ class Hardware:
             nodes, ranks, device, rate = found.groups()
             if rate is None and int(nodes) > 1:
                 raise ValueError(f"cluster {word!r}: how fast are the nodes connected? Write {word + '@400gbps'!r}")
-            return cls._checked(int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0)
+            return cls(int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0)
         if found := _MACHINES.fullmatch(word):
             machine = machine_of(found[2])
-            made = cls._checked(int(found[1]), machine.devices, device_of(machine.device), machine.gbit)
-            return replace(made, first_efa=machine.first_efa)
+            device = device_of(machine.device)
+            return cls(int(found[1]), machine.devices, device, machine.gbit, first_efa=machine.first_efa)
         raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
 
-    @classmethod
-    def _checked(cls, nodes: int, ranks: int, device: Device, gbit: float) -> Hardware:
+    def __post_init__(self) -> None:
+        nodes, ranks, price = self.nodes, self.ranks_per_node, self.price
         if nodes < 1 or ranks < 1 or nodes * ranks > _MOST_DEVICES:
             raise ValueError(
                 f"{nodes} nodes of {ranks} devices are no cluster; both are at least 1, and at most {_MOST_DEVICES:,} "
                 "devices are planned for"
             )
-        return cls(nodes, ranks, device, gbit)
+        if price is not None and not 0 < price < _LARGEST:
+            raise ValueError(f"price={price:g} of a node for an hour is not a number above 0 and below {_LARGEST:g}")
 
     @property
     def devices(self) -> int:
@@ -136,16 +137,6 @@ class Hardware:
             return 1.0
         return float(max(nodes / 2, 1.0) ** self.fitted.falls)
 
-    def with_price(self, price: float) -> Hardware:
-        """Return the same at another price of a node for an hour.
-
-        Raises:
-            ValueError: it is no number above 0.
-        """
-        if not 0 < price < _LARGEST:
-            raise ValueError(f"price={price:g} of a node for an hour is not a number above 0 and below {_LARGEST:g}")
-        return replace(self, price=price)
-
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.
 
@@ -184,7 +175,7 @@ def _of_fields(path: Path, values: Any) -> Hardware:
                 raise ValueError(f"{path}: the field {name!r} is missing; a cluster has {', '.join(_OF_CLUSTER)}")
         device = _device(path, values["device"])
         nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
-        hardware = Hardware._checked(nodes, ranks, device, _number(path, values, "gbit_per_s"))
+        hardware = Hardware(nodes, ranks, device, _number(path, values, "gbit_per_s"))
     given = {name: _number(path, values, name) for name in _OF_BOTH if name in values}
     price, host = given.get("price_per_node_hour", hardware.price), given.get("host_gib", hardware.host_gib)
     return replace(hardware, price=price, host_gib=host)

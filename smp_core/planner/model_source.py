@@ -60,7 +60,6 @@ _TENSOR_RANKS = 8
 PADDED_TO = 64
 """What a vocabulary is padded to a multiple of, as is usual, where eight tensor ranks do not divide it."""
 
-
 ADAPTERS = "+lora:"
 """Behind a model's name, and before the rank of its adapters."""
 

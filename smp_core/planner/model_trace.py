@@ -62,6 +62,7 @@ class Curve:
     one: Figures
     two: Figures
     half: Figures
+    _known: dict[tuple[int, float], Figures] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, samples: int, tokens: float) -> Figures:
         """Return the figures of ``samples`` sequences of ``tokens`` tokens each."""
@@ -69,10 +70,6 @@ class Curve:
         if place not in self._known:
             self._known[place] = self._through(samples, tokens)
         return self._known[place]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, float], Figures]:
-        return {}
 
     def _through(self, samples: int, tokens: float) -> Figures:
         s = self.tokens
@@ -101,6 +98,9 @@ _SHARES = (1.0, 0.25, 1 / 16)
 Instant = tuple[int, int, int, str]
 """After an operation: blocks that backward has come to, bytes of activations and of gradients, the operation."""
 
+_Pair = tuple[float, float]
+_Place = tuple[int, int, float, _Pair]
+
 LEFT, FORWARD = 3, 4
 """Stand for backward that has left the first block, and for forward."""
 
@@ -121,6 +121,7 @@ class Instants:
     points: tuple[tuple[tuple[float, float, float, float], ...], ...]
     kept: tuple[float, ...] = (0.0, 0.0, 0.0)
     attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((),) * (FORWARD + 1)
+    _known: dict[_Place, _Pair] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
@@ -141,9 +142,9 @@ class Instants:
                 totals = [x * a + y * b + z * c + one for (a, b, c), one in zip(lives, held, strict=True)]
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
-            found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
+            found.append(tuple((*lives[at], held[at]) for at in places))
             operators = [(at, name) for at, (*_, name) in enumerate(each[0]) if "attention" in name]
-            attending.append(tuple((*_three(lives[at]), float(held[at]), "backward" in name) for at, name in operators))
+            attending.append(tuple((*lives[at], held[at], "backward" in name) for at, name in operators))
         return cls(tokens, tuple(found), kept, tuple(attending))
 
     def kept_at(self, samples: int, tokens: float) -> float:
@@ -152,9 +153,7 @@ class Instants:
             weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
         )
 
-    def highest(
-        self, reached: int, samples: int, tokens: float, beside: tuple[float, float] = (0.0, 0.0)
-    ) -> tuple[float, float]:
+    def highest(self, reached: int, samples: int, tokens: float, beside: _Pair = (0.0, 0.0)) -> _Pair:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
         blocks.
 
@@ -169,10 +168,6 @@ class Instants:
                 found.append((one * a + two * b + half * c + beside[is_backward], held))
             self._known[place] = max(found, key=sum)
         return self._known[place]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, float, tuple[float, float]], tuple[float, float]]:
-        return {}
 
 
 @dataclass(frozen=True)
@@ -211,11 +206,6 @@ def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun)
         (reached, at(live, lives), at(held, helds), name) for (reached, live, held, name), (_, lives, helds, _) in pairs
     ]
     return SplitRun(instants, at(one.kept, other.kept))
-
-
-def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
-    one, two, half = values
-    return float(one), float(two), float(half)
 
 
 def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
@@ -257,6 +247,7 @@ class ModelTrace:
         experts: names of the parameters that grouped products read, which have a matrix for each expert.
         unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0: it was not.
         untraced: recomputation modes that the model does not run with, and why.
+        product_inputs: bytes of a token's activations that a block keeps for weights of FP8 layers alone, in bfloat16.
     """
 
     shapes: Mapping[str, Shapes]
@@ -274,6 +265,9 @@ class ModelTrace:
     experts: frozenset[str] = frozenset()
     unpadded: int = 0
     untraced: Mapping[str, str] = field(default_factory=dict)
+    product_inputs: float = 0.0
+    _stored: dict[tuple[str, bool, bool], Shapes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _of_blocks: dict[tuple[int, bool], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
@@ -281,22 +275,22 @@ class ModelTrace:
 
     def of_precision(self, mode: str, precision: str, dealt: bool = False) -> Shapes:
         """Return the shapes with parameters as they are stored: in float32 ("mixed"), in "bfloat16", or as those of a
-        built model are ("trainer"); with experts as units of their own where they are ``dealt`` to ranks."""
-        whole = self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
-        if not dealt:
-            return whole
-        key = mode, precision == "bfloat16"
-        if key not in self._dealt:
-            self._dealt[key] = whole.with_experts_apart()
-        return self._dealt[key]
+        built model are ("trainer"); with experts as units of their own where they are ``dealt`` to ranks.
 
-    @cached_property
-    def _dealt(self) -> dict[tuple[str, bool], Shapes]:
-        return {}
-
-    @cached_property
-    def _in_bfloat16(self) -> dict[str, Shapes]:
-        return {mode: in_dtype(shapes, torch.bfloat16) for mode, shapes in self.shapes.items()}
+        Raises:
+            ValueError: a mode of recomputation that is not traced, or that the model does not run with.
+        """
+        if mode not in self.shapes:
+            raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
+        if mode in self.untraced:
+            raise ValueError(self.untraced[mode])
+        key = mode, precision == "bfloat16", dealt
+        if key not in self._stored:
+            shapes = self.shapes[mode]
+            if precision == "bfloat16":
+                shapes = in_dtype(shapes, torch.bfloat16)
+            self._stored[key] = shapes.with_experts_apart() if dealt else shapes
+        return self._stored[key]
 
     @cached_property
     def parameters(self) -> int:
@@ -335,22 +329,6 @@ class ModelTrace:
                 held = [each for each in held if each.name.rpartition(".")[0] in shapes.expert_names]
             self._of_blocks[key] = sum(each.elements for each in held) / self.blocks
         return self._of_blocks[key]
-
-    @cached_property
-    def _of_blocks(self) -> dict[tuple[int, bool], float]:
-        return {}
-
-    @cached_property
-    def linear_layers(self) -> tuple[float, float]:
-        """The linear layers of a block, and the inputs and outputs that a token has in them, all added up; of experts
-        those of one layer, and as often as a token meets them."""
-        count = widths = 0.0
-        for each in self.shapes["none"].parameters:
-            if each.name.startswith(self.inside) and len(each.shape) > 1:
-                met = self.experts_of_token if each.name in self.experts else 1.0
-                count += 1 / self.blocks
-                widths += met * sum(each.shape[-2:]) / self.blocks
-        return count, widths
 
     @cached_property
     def trained(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from smp_core.outside import how_to_install
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.explain import title
-from smp_core.planner.planner import Recommendation
+from smp_core.planner.planner import Recommendation, layout_words
 from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 
@@ -50,11 +50,7 @@ def _bars(axes: Any, labels: Sequence[str], values: dict[str, list[float]]) -> N
 
 
 def _label(candidate: Candidate, place: int) -> str:
-    layout, knobs = candidate.plan.layout, candidate.plan.knobs
-    offloaded = ", offloaded" if candidate.plan.activations.offloaded_bytes is not None else ""
-    stages = "" if candidate.plan.stages is None else f"stages {layout.pipeline}, "
     return (
-        f"{'chosen' if place == 0 else place + 1}: {layout.replicate} x {candidate.plan.shard_degree}, {stages}"
-        f"context {layout.context}, tensor {layout.tensor}\n"
-        f"micro-batch {candidate.micro_batch} x {candidate.count}, {knobs.activations.checkpoint}{offloaded}"
+        f"{'chosen' if place == 0 else place + 1}: {layout_words(candidate)}\n"
+        f"micro-batch {candidate.micro_batch} x {candidate.count}, {candidate.recomputation}"
     )

@@ -16,9 +16,8 @@ from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import ADAPTERS
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import OBJECTIVES, Found, Objective, read_fixed, search, simplest
+from smp_core.planner.search import OBJECTIVES, Fixed, Found, Objective, read_fixed, search, simplest
 from smp_core.planner.stage_time import step_model
-from smp_core.planner.step_memory import MEMORY_KINDS
 from smp_core.planner.time import TIME_PARTS
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
@@ -106,17 +105,11 @@ class Recommendation:
         """
         said = ", ".join(f"{knob}={value}" for knob, value in knobs.items())
         try:
-            given = read_fixed(knobs)
-            found = search(self.trace, self.hardware, self.workload, {**self.fixed, **given}, self.objective)
+            given = {**self.fixed, **read_fixed(knobs)}
+            found = search(self.trace, self.hardware, self.workload, given, self.objective)
         except ValueError as error:
             return f"{said}: {error}"
-        if not found.ranked:
-            assert found.closest is not None
-            memory = found.closest.memory
-            return (
-                f"{said}: {(memory.total - memory.capacity) / GIB:.1f} GiB over at the least, {_by_kind(found.closest)}"
-            )
-        return f"{said}: {_compared(found.ranked[0], self.chosen)}"
+        return f"{said}: {_compared(found.ranked[0], self.chosen) if found.ranked else found.shortfall}"
 
     def flips(self) -> list[Flip]:
         """Return what would change the pick: of each assumed rate the nearest shares, below and above, at which other
@@ -163,18 +156,22 @@ class Recommendation:
 
     def front(self) -> list[Recommendation]:
         """Return the plans for half as many nodes, a quarter and so on as long as one fits, the most nodes first."""
-        plans, nodes = [self], self.hardware.nodes
-        while nodes % 2 == 0 and self.hardware.measured is None:
-            nodes //= 2
-            smaller = replace(self.hardware, nodes=nodes)
-            try:
-                found = search(self.trace, smaller, self.workload, self.fixed, self.objective)
-            except ValueError:
-                break
-            if not found.ranked:
-                break
-            plans.append(replace(self, hardware=smaller, found=found))
+        plans: list[Recommendation] = []
+        smaller: Recommendation | None = self
+        while smaller is not None:
+            plans.append(smaller)
+            nodes, is_odd = divmod(smaller.hardware.nodes, 2)
+            smaller = None if is_odd or self.hardware.measured is not None else self.on(nodes)
         return plans
+
+    def on(self, nodes: int) -> Recommendation | None:
+        """Return the plan for another number of nodes; None: nothing fits, or the batch does not divide."""
+        hardware = replace(self.hardware, nodes=nodes, gbit=self.hardware.gbit or _RATE_BETWEEN_NODES)
+        try:
+            found = search(self.trace, hardware, self.workload, self.fixed, self.objective)
+        except ValueError:
+            return None
+        return replace(self, hardware=hardware, found=found) if found.ranked else None
 
 
 def within(found: Recommendation, days: float | None, budget: float | None) -> Recommendation:
@@ -195,15 +192,8 @@ def within(found: Recommendation, days: float | None, budget: float | None) -> R
 
     tried = found.front()
     while days is not None and not suits(tried[0]) and tried[0].hardware.nodes * 2 <= _MOST_NODES:
-        larger = replace(
-            found.hardware, nodes=tried[0].hardware.nodes * 2, gbit=found.hardware.gbit or _RATE_BETWEEN_NODES
-        )
-        try:
-            again = search(found.trace, larger, found.workload, found.fixed, found.objective)
-        except ValueError:
-            break  # the batch does not divide any further
-        more = replace(found, hardware=larger, found=again)
-        if not again.ranked or more.chosen.time.total >= tried[0].chosen.time.total:
+        more = found.on(tried[0].hardware.nodes * 2)
+        if more is None or more.chosen.time.total >= tried[0].chosen.time.total:
             break
         tried.insert(0, more)
     enough = [each for each in tried if suits(each)]
@@ -222,7 +212,7 @@ def plan(
     cluster: str | os.PathLike[str] | Hardware,
     workload: Workload,
     *,
-    fixed: Mapping[str, Any] | None = None,
+    fixed: Fixed = (),
     objective: Objective = "time",
 ) -> Recommendation:
     """Choose every open knob for a model on machines that need not be there.
@@ -241,7 +231,7 @@ def plan(
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is not known; allowed: {', '.join(OBJECTIVES)}")
     hardware = cluster if isinstance(cluster, Hardware) else Hardware.parse(cluster)
-    given = read_fixed(fixed or {})
+    given = read_fixed(fixed)
     traced = model if isinstance(model, ModelTrace) else trace(model, workload.sequence)
     found = search(traced, hardware, workload, given, objective)
     name = "model" if isinstance(model, ModelTrace) else model
@@ -290,17 +280,10 @@ def experts_words(traced: ModelTrace) -> str:
     return f"Experts: {experts:.1f} of {total:.1f} billion parameters, of which a token meets {active:.1f} in all"
 
 
-def _by_kind(candidate: Candidate) -> str:
-    memory = candidate.memory
-    return ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)
-
-
 def _nothing_fits(
     traced: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any], found: Found, name: str
 ) -> NothingFits:
-    assert found.closest is not None
-    memory = found.closest.memory
-    changes = []
+    changes: list[tuple[str, Candidate]] = []
     for words, model, machines, work, knobs in _changes(hardware, workload, fixed, name):
         try:
             tried = search(trace(model, work.sequence) if model else traced, machines, work, knobs)
@@ -310,11 +293,7 @@ def _nothing_fits(
             changes.append((words, tried.ranked[0]))
         if len(changes) == 3:
             break
-    short = (memory.total - memory.capacity) / GIB
-    lines = [
-        f"nothing fits: the sparest of {found.considered} configurations needs {memory.total / GIB:.1f} GiB of "
-        f"{memory.capacity / GIB:.1f} ({short:.1f} GiB over: {_by_kind(found.closest)})"
-    ]
+    lines = [found.shortfall]
     if traced.experts:
         lines.append(experts_words(traced))
     if changes:

@@ -1,12 +1,11 @@
 """Search: every configuration of the open knobs, those that fit, ranked. A candidate is a plan of
 :func:`smp_core.engine.decide.decide`, with a micro-batch: what is refused there is no candidate here.
 
-Open are the pipeline, tensor, shard and context degrees, the pipeline's schedule and micro-batches, recomputation and
-offloading, what is kept between micro-batches, where optimizer states live, the copy that a node keeps, the chunked
-loss, and the micro-batch. Knobs that the user gave are fixed. A micro-batch is enlarged until memory ends. All
-micro-batches of a step go through pipeline stages in one batch, unless `pipeline.microbatches` is fixed.
+Open are the knobs of :class:`smp_core.planner.search_space.SearchSpace` that the user did not fix. A micro-batch is
+enlarged until memory ends. All micro-batches of a step go through pipeline stages in one batch, unless
+`pipeline.microbatches` is fixed.
 
-Deterministic: the same model, machines and batch give the same ranking. The pick is the simplest configuration within
+The same model, machines and batch give the same ranking. The pick is the simplest configuration within
 the time model's own error of the fastest: the fewest axes, then the fewest nodes in a partition group, then the time;
 within 1 % of that, the fewest knobs. Layouts are walked in that order, so that one with stages only has to be looked at
 where it can be faster than all that are simpler.
@@ -24,7 +23,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine import decide_activations, decide_pipeline
 from smp_core.engine.decide import decide
 from smp_core.outside import parse_yaml
-from smp_core.plan import TRAINERS_OWN, Cluster, Plan, Precision, chunks_of
+from smp_core.plan import GIB, TRAINERS_OWN, Cluster, Plan, Precision, chunks_of
 from smp_core.planner.candidate import Candidate, spread_of
 from smp_core.planner.fitted import band_of
 from smp_core.planner.hardware import Hardware
@@ -32,7 +31,7 @@ from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.search_space import EXPERTS, LATER, MICRO_BATCH, Batch, SearchSpace
 from smp_core.planner.stage_part import StageStates, states_of
 from smp_core.planner.stage_time import StagedModel, step_model
-from smp_core.planner.step_memory import PeakMemory, peak_memory
+from smp_core.planner.step_memory import MEMORY_KINDS, PeakMemory, peak_memory
 from smp_core.planner.time import StepModel, computed_seconds, model_flops
 from smp_core.planner.workload import Workload
 
@@ -45,6 +44,9 @@ SHORT_NAMES = {
     "recomputation": "activations",
 }
 """What `--fix` also takes for a knob; `pipeline` with a number is the number of stages."""
+
+Fixed = Mapping[str, Any] | Sequence[tuple[str, Any]]
+"""Knobs and their values; `pipeline` may be there twice, as a degree and as a schedule."""
 
 TIE = 0.01
 _UNPLANNED = ("units", "planner")
@@ -69,15 +71,26 @@ class Found:
     refused: list[str] = field(default_factory=list)
     indivisible: set[int] = field(default_factory=set)
 
+    @property
+    def shortfall(self) -> str:
+        """A line about the sparest configuration, where none fits."""
+        assert self.closest is not None
+        memory = self.closest.memory
+        kinds = ", ".join(f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS)
+        return (
+            f"nothing fits: the sparest of {self.considered} configurations needs {memory.total / GIB:.1f} GiB of "
+            f"{memory.capacity / GIB:.1f} ({(memory.total - memory.capacity) / GIB:.1f} GiB over: {kinds})"
+        )
 
-def read_fixed(given: Mapping[str, Any]) -> dict[str, Any]:
+
+def read_fixed(given: Fixed) -> dict[str, Any]:
     """Return knob -> value of what is fixed, short names written out.
 
     Raises:
         ValueError: a knob that is not there, one that is not planned with, or a value that is not allowed.
     """
     fixed: dict[str, Any] = {}
-    for name, written in given.items():
+    for name, written in given.items() if isinstance(given, Mapping) else given:
         value = parse_yaml(written, f"--fix {name}={written}") if isinstance(written, str) else written
         knob = SHORT_NAMES.get(name, name)
         if name == "pipeline" and type(value) is int:
@@ -119,13 +132,11 @@ def search(
         ValueError: no configuration is allowed at all (a contradiction among fixed knobs, a batch that no layout
             divides); says why.
     """
-    machines = cluster or hardware.cluster()
-    run = _Search(trace, hardware, workload, dict(fixed or {}), machines, precision, objective, prunes)
-    run.look()
-    found = run.found
-    if not found.ranked and found.closest is None:
-        raise ValueError(_nothing_allowed(found, workload, hardware, run.space.micro_batch))
     of_memory = objective == "memory"
+    space = SearchSpace(trace, hardware, workload, fixed or {}, cluster or hardware.cluster())
+    found = _Search(space, precision, of_memory, prunes and not of_memory).look()
+    if not found.ranked and found.closest is None:
+        raise ValueError(_nothing_allowed(found, workload, hardware, space.micro_batch))
     found.ranked.sort(key=_by_memory if of_memory else _by_time)
     if found.ranked:
         chosen = _with_fewest_knobs(found.ranked, _by_memory) if of_memory else simplest(found.ranked)
@@ -157,15 +168,8 @@ def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
     return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.words)
 
 
-@dataclass(frozen=True)
-class _States:
-    """A plan without recomputation, and the model states of its stages, which recomputation does not change."""
-
-    plan: Plan
-    of_stages: tuple[StageStates, ...]
-
-
-_Timed = tuple[StepModel, tuple[StageStates, ...]]
+_States = tuple[StageStates, ...]
+"""Of a plan's stages; recomputation does not change them."""
 
 
 @dataclass(frozen=True)
@@ -181,28 +185,17 @@ class _Way:
 class _Search:
     """One walk over the open knobs."""
 
-    def __init__(
-        self,
-        trace: ModelTrace,
-        hardware: Hardware,
-        workload: Workload,
-        fixed: dict[str, Any],
-        cluster: Cluster,
-        precision: Precision,
-        objective: Objective,
-        prunes: bool,
-    ) -> None:
-        self.objective, self.best, self.prunes = objective, math.inf, prunes and objective != "memory"
+    def __init__(self, space: SearchSpace, precision: Precision, of_memory: bool, prunes: bool) -> None:
+        self.space, self.precision, self.of_memory, self.prunes = space, precision, of_memory, prunes
+        self.trace, self.hardware, self.workload = space.trace, space.hardware, space.workload
+        self.best = math.inf  # seconds, or bytes
         self.best_of: dict[tuple[Layout, str], float] = {}  # by degrees and recomputation
-        self.trace, self.hardware, self.workload = trace, hardware, workload
-        self.space = SearchSpace(trace, hardware, workload, fixed, cluster)
-        self.cluster, self.precision = cluster, precision
-        flops = model_flops(trace, workload.global_batch, workload.sequence)
         self.shared: dict[Any, Any] = {}  # between models of steps
-        self.of_all = (flops, hardware.device.flops, workload.tokens_of_step)
+        flops = model_flops(self.trace, self.workload.global_batch, self.workload.sequence)
+        self.of_all = (flops, self.hardware.device.flops, self.workload.tokens_of_step)
         self.found = Found()
 
-    def look(self) -> None:
+    def look(self) -> Found:
         """Walk over layouts; over the other knobs only where the sparest of them fits."""
         for layout in sorted(self.space.layouts(), key=self._spread):
             stages = layout["pipeline_parallel_degree"]
@@ -223,6 +216,7 @@ class _Search:
             if any(near):
                 self._look_inside(all_knobs, choices, near, batches[0])
         self.found.refused += self.space.refused
+        return self.found
 
     def _look_inside(
         self, all_knobs: list[dict[str, Any]], choices: list[dict[str, Any]], near: list[list[Batch]], smallest: Batch
@@ -233,19 +227,16 @@ class _Search:
             near: the batches to look at of each of the choices.
         """
         for knobs in all_knobs:
-            states = self._decided(knobs)
-            if states is None:
+            decided = self._decided(knobs)
+            sparest = None if decided is None else self._model(*decided, choices[-1])
+            if decided is None or sparest is None:
                 continue
-            sparest = self._model(states, choices[-1])
-            if sparest is None:
-                continue
-            smallest_first = self._ways(*sparest, [smallest], all_of_them=True)
-            if not any(way.memory.fits for way in smallest_first):
+            if not any(way.memory.fits for way in self._ways(*sparest, [smallest], all_of_them=True)):
                 continue
             for others, batches in zip(reversed(choices), reversed(near), strict=True):
                 if not batches:
                     continue
-                timed = sparest if others is choices[-1] else self._model(states, others)
+                timed = sparest if others is choices[-1] else self._model(*decided, others)
                 if timed is not None:
                     self._take(self._ways(*timed, batches))
 
@@ -253,46 +244,43 @@ class _Search:
         pipeline, tensor, context = (layout[f"{axis}_parallel_degree"] for axis in ("pipeline", "tensor", "context"))
         return spread_of(pipeline, tensor, context, layout["shard_degree"], self.hardware.ranks_per_node)
 
-    def _decided(self, knobs: dict[str, Any]) -> _States | None:
+    def _decided(self, knobs: dict[str, Any]) -> tuple[Plan, _States] | None:
         """Decide about all knobs but those of :data:`LATER`; None: refused."""
         knobs = {**knobs, **{knob: value for knob, value in self.space.fixed.items() if value != "auto"}}
         own = {knob: value for knob, value in knobs.items() if knob not in LATER}
         try:
             if knobs.get("pipeline_parallel_degree", 1) > 1 and self.trace.uncut:
                 raise ValueError(self.trace.uncut)
-            tensor = knobs.get("tensor_parallel_degree", 1)
-            if (
-                tensor in self.trace.split.unsplit and "tensor_parallel" not in self.space.fixed
-            ):  # which may have its own plan
-                raise ValueError(self.trace.split.unsplit[tensor])
+            unsplit = self.trace.split.unsplit.get(knobs.get("tensor_parallel_degree", 1))
+            if unsplit is not None and "tensor_parallel" not in self.space.fixed:  # which may have its own plan
+                raise ValueError(unsplit)
             if knobs.get("context_parallel_degree", 1) > 1 and self.trace.dropped_scores:
                 raise ValueError(
                     f"context_parallel_degree={knobs['context_parallel_degree']}: the model drops "
                     f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
                     "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
                 )
-            dealt = knobs[EXPERTS]
-            shapes = self.trace.of_precision("none", self.workload.precision, dealt != 1)
-            plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
+            shapes = self.trace.of_precision("none", self.workload.precision, knobs[EXPERTS] != 1)
+            plan = decide(shapes, SmpConfig(**own), self.space.cluster, precision=self.precision)
         except ValueError as error:
             self.found.refused.append(str(error))
             return None
-        return _States(plan, states_of(plan, self.workload.states))
+        return plan, states_of(plan, self.workload.states)
 
-    def _model(self, states: _States, knobs: dict[str, Any]) -> _Timed | None:
+    def _model(self, plan: Plan, states: _States, knobs: dict[str, Any]) -> tuple[StepModel, _States] | None:
         """Return the times of a plan with the knobs of :data:`LATER`, and its stages' states; None: refused."""
+        cut_before = plan.stages and plan.stages.sizes
         try:
-            plan = self._decided_later(states.plan, knobs)
+            plan = self._decided_later(plan, knobs)
         except ValueError as error:
             self.found.refused.append(str(error))
             return None
-        of_stages = states.of_stages
-        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
-            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
-        return step_model(plan, self.trace, self.hardware, self.workload.sequence, self.shared), of_stages
+        if plan.stages is not None and plan.stages.sizes != cut_before:
+            states = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
+        return step_model(plan, self.trace, self.hardware, self.workload.sequence, self.shared), states
 
     def _ways(
-        self, model: StepModel, of_stages: tuple[StageStates, ...], batches: list[Batch], all_of_them: bool = False
+        self, model: StepModel, states: _States, batches: list[Batch], all_of_them: bool = False
     ) -> Iterator[_Way]:
         """Yield what rising micro-batches take of memory, the first that does not fit last. Without stages a larger
         micro-batch never makes a step longer, so that only the largest that fits is yielded.
@@ -302,16 +290,20 @@ class _Search:
         """
         plan, tokens = model.plan, self.workload.sequence
         takes_largest = self.prunes and plan.stages is None and not all_of_them
-        if takes_largest and self._is_behind_its_like(model, batches[-1]):
-            return
+        if takes_largest:
+            # However large its micro-batches are, another one of these degrees and this recomputation is faster.
+            best = self.best_of.get((plan.layout, model.mode), math.inf)
+            if model.step(batches[-1].size, batches[-1].count).total > _FAR * best:
+                return
         largest: _Way | None = None
         for batch in batches:
             if batch.in_stages % plan.layout.pipeline and chunks_of(plan.knobs.pipeline.schedule) > 1:
                 continue  # not a full round
-            if not all_of_them and self._is_far(model, batch):
-                continue
             sizes = (batch.size, batch.count)
-            memory = peak_memory(plan, self.trace, *sizes, tokens, of_stages, batch.in_stages)
+            if self.prunes and not all_of_them and isinstance(model, StagedModel):
+                if model.least(*sizes, batch.in_stages) > _FAR * self.best:
+                    continue  # it cannot come near the best so far
+            memory = peak_memory(plan, self.trace, *sizes, tokens, states, batch.in_stages)
             way = _Way(model, batch, memory)
             if not takes_largest:
                 yield way
@@ -324,12 +316,6 @@ class _Search:
         if takes_largest and largest is not None:
             yield largest
 
-    def _is_behind_its_like(self, model: StepModel, largest: Batch) -> bool:
-        """Return whether a configuration without stages takes longer than another one of the same degrees and
-        recomputation, however large its micro-batches are. Note its time otherwise, by :meth:`_take`."""
-        best = self.best_of.get((model.plan.layout, model.mode), math.inf)
-        return model.step(largest.size, largest.count).total > _FAR * best
-
     def _is_too_long(self, layout: dict[str, int], knobs: dict[str, Any], batch: Batch) -> bool:
         """Return whether computing alone takes stages longer than the best configuration so far: what all compute by
         the number of stages, or what the one with most blocks does, and the first round."""
@@ -340,32 +326,20 @@ class _Search:
         if mode not in self.trace.block:
             return False  # refused later
         experts = layout[EXPERTS] if isinstance(layout[EXPERTS], int) else 1
-        where = (mode, batch.size, layout["tensor_parallel_degree"], context)
-        if (where, experts) not in self.shared:
-            tokens = self.workload.sequence / context
-            found = computed_seconds(self.trace, self.hardware, *where, tokens, experts)
-            self.shared[where, experts] = found
-        of_block, of_rest = self.shared[where, experts]
+        tokens = self.workload.sequence / context
+        where = (mode, batch.size, layout["tensor_parallel_degree"], context, tokens, experts)
+        if where not in self.shared:
+            self.shared[where] = computed_seconds(self.trace, self.hardware, *where)
+        of_block, of_rest = self.shared[where]
         blocks = self.trace.blocks
         chunk = max(blocks // (stages * chunks_of(knobs["pipeline"])), 1)
         begun = batch.count / batch.in_stages * (stages - 1) * chunk * of_block
         slowest = max(-(-blocks // stages) * of_block, (blocks * of_block + of_rest) / stages)
         return bool(batch.count * slowest + begun > _FAR * self.best)
 
-    def _is_far(self, model: StepModel, batch: Batch) -> bool:
-        """Return whether a configuration with stages cannot come near the best one so far."""
-        if not self.prunes or not isinstance(model, StagedModel):
-            return False
-        return model.least(batch.size, batch.count, batch.in_stages) > _FAR * self.best
-
     def _decided_later(self, plan: Plan, knobs: dict[str, Any]) -> Plan:
-        mode = knobs["activations"].checkpoint
-        if not isinstance(mode, str) or mode not in self.trace.shapes:
-            raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
-        if mode in self.trace.untraced:
-            raise ValueError(self.trace.untraced[mode])
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
-        dealt = plan.knobs.expert_parallel_degree != 1
+        mode, dealt = str(knobs["activations"].checkpoint), plan.knobs.expert_parallel_degree != 1
         plan = decide_activations(plan, self.trace.of_precision(mode, self.workload.precision, dealt), **own)
         if "pipeline" in knobs:
             plan = decide_pipeline(plan, {**self.space.pipeline, "schedule": knobs["pipeline"]})
@@ -373,16 +347,15 @@ class _Search:
 
     def _take(self, ways: Iterator[_Way]) -> None:
         """Rank configurations that fit; those with stages only if they are not far behind the best."""
-        of_memory = self.objective == "memory"
         for way in ways:
-            is_far = way.model.plan.stages is not None and way.memory.total > _FAR * self.best
-            if not way.memory.fits or (of_memory and is_far):
+            is_far = self.of_memory and way.model.plan.stages is not None and way.memory.total > _FAR * self.best
+            if is_far or not way.memory.fits:
                 continue
             candidate = self._candidate(way)
             self.found.ranked.append(candidate)
             outline = (candidate.plan.layout, way.model.mode)
             self.best_of[outline] = min(self.best_of.get(outline, math.inf), candidate.time.total)
-            self.best = min(self.best, candidate.memory.total if of_memory else candidate.time.total)
+            self.best = min(self.best, candidate.memory.total if self.of_memory else candidate.time.total)
 
     def _candidate(self, way: _Way) -> Candidate:
         plan, batch = way.model.plan, way.batch

@@ -148,12 +148,13 @@ class SearchSpace:
         return [n for n, size in sizes.items() if size % k == 0 or k % size == 0]
 
     def _contexts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
-        found = [1]
-        while self.trace.heads and not self.trace.dropped_scores and found[-1] * 2 * tensor <= ranks_per_node:
-            degree = found[-1] * 2
-            if shard % degree or self.workload.sequence // degree < _TOKENS_OF_A_PIECE:
-                break
+        """Return powers of two that divide a partition group and stay on a node with their tensor ranks."""
+        found, degree = [1], 2
+        splits = self.trace.heads and not self.trace.dropped_scores
+        most = min(ranks_per_node // tensor, self.workload.sequence // _TOKENS_OF_A_PIECE) if splits else 1
+        while degree <= most and shard % degree == 0:
             found.append(degree)
+            degree *= 2
         return found
 
     def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 
 from smp_core.plan import Plan, PlannedUnit, Stages, unit_bytes
 from smp_core.planner.context_bytes import exchanges, keys_and_values
-from smp_core.planner.expert_bytes import expert_degree, token_bytes
+from smp_core.planner.expert_bytes import TokenBytes, token_bytes
+from smp_core.planner.fp8_figures import amax_bytes
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.step_memory import recomputation
 
@@ -38,39 +39,54 @@ def sent_bytes(
         tokens: of a whole sequence.
         stage: the pipeline stage whose first rank sends.
     """
-    plan = plan.of_stage(stage)
-    sent = _Sent(plan, stage)
-    for unit in plan.sharded_units:
-        sent.gathers(unit, count)
-        sent.reductions(unit, count)
-    for names in plan.replicated_parameters:
-        sent.replicated(names)
-    if plan.layout.context > 1 and trace is not None:
-        sent.context(trace, micro_batch, count, tokens)
-    if plan.layout.tensor > 1 and trace is not None:
-        sent.tensor(trace, micro_batch, count, tokens)
-    if expert_degree(plan) > 1 and trace is not None:
-        sent.tokens(trace, micro_batch, count, tokens)
-    if plan.stages is not None and trace is not None:
-        sent.messages(trace, micro_batch, count, tokens, plan.stages)
+    sent = _Sent(plan.of_stage(stage), stage, count)
+    sent.units()
+    if trace is not None:
+        sent.traced(trace, micro_batch, tokens)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 
 
 class _Sent:
     """A running count of bytes by kind and link."""
 
-    def __init__(self, plan: Plan, stage: int = 0) -> None:
-        self.plan, self.stage = plan, stage
+    def __init__(self, plan: Plan, stage: int, count: int) -> None:
+        self.plan, self.stage, self.count = plan, stage, count
         self.bytes: defaultdict[str, float] = defaultdict(float)
-        layout = plan.layout
         self.per_node = plan.cluster.topology.ranks_per_node
         self.shard = plan.shard_degree
-        self.stride = layout.tensor  # from a rank to its neighbour in the partition group
+        self.stride = plan.layout.tensor  # from a rank to its neighbour in the partition group
 
-    def gathers(self, unit: PlannedUnit, count: int) -> None:
+    def units(self) -> None:
+        """Count what parameters and gradients send."""
+        for unit in self.plan.sharded_units:
+            self._gathers(unit)
+            self._reductions(unit)
+        for names in self.plan.replicated_parameters:
+            self._replicated(names)
+        stages = 1 if self.plan.stages is None else self.plan.stages.count
+        self._ring("amax_all_reduce", self.plan.layout.world_size // stages, 1, 2 * amax_bytes(self.plan))
+
+    def traced(self, trace: ModelTrace, micro_batch: int, tokens: int) -> None:
+        """Count what activations send, of so many samples of a micro-batch and tokens of a whole sequence."""
+        stages, held = self.plan.stages, tokens / self.plan.layout.context
+        blocks = trace.blocks if stages is None else sum(stages.blocks_of(self.stage))
+        inputs = trace.block["full"].at(micro_batch, held).kept * self.count
+        if self.plan.layout.context > 1:
+            whole = keys_and_values(self.plan, trace.block["none"].at(micro_batch, held))
+            self._context(blocks * self.count * whole)
+        if self.plan.layout.tensor > 1:
+            is_split = trace.rest_degree(self.plan.layout.tensor) > 1
+            self._tensor(blocks, inputs, micro_batch * held * self.count, is_split)
+        one = token_bytes(self.plan, trace, micro_batch, held)
+        if one is not None:
+            self._tokens(blocks * self.count, one)
+        if stages is not None:
+            self._messages(inputs, stages)
+
+    def _gathers(self, unit: PlannedUnit) -> None:
         """Count gathers of a unit: in forward, and in backward where it was freed."""
         full = unit_bytes(self.plan, unit, "gathered")
-        times = 1 if self.plan.keeps_parameters else count
+        times = 1 if self.plan.keeps_parameters else self.count
         dealt = self._dealt(unit)
         self._over_partition("all_gather", full * times, dealt)
         kept = self.plan.knobs.reshard_after_forward
@@ -81,21 +97,21 @@ class _Sent:
         else:
             self._over_partition("all_gather", full * times, dealt)
 
-    def reductions(self, unit: PlannedUnit, count: int) -> None:
+    def _reductions(self, unit: PlannedUnit) -> None:
         """Count reductions inside the partition group, and the sum across replicas."""
         full = unit_bytes(self.plan, unit, "reduced")
         dealt = self._dealt(unit)
-        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else count), dealt)
+        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else self.count), dealt)
         replicas, stride = self.plan.layout.replicate, self.shard * self.stride
         held = full * dealt / self.shard
         if self.plan.knobs.optimizer_shard == "world":
             self._in_stages("all_reduce", replicas, stride, held, 1)
-            stepped = unit_bytes(self.plan, unit, "gathered") * dealt / self.shard
+            stepped = unit_bytes(self.plan, unit, "computed") * dealt / self.shard
             self._in_stages("all_gather", replicas, stride, stepped, 1)
         else:
             self._over_replicas(replicas, stride, held)
 
-    def replicated(self, names: tuple[str, ...]) -> None:
+    def _replicated(self, names: tuple[str, ...]) -> None:
         """Count the sum of parameters that every rank holds whole, over all ranks whose gradients are added up."""
         found = [self.plan.split_shapes.of_name(name) for name in names]
         trainable = [each for each in found if each.trainable]
@@ -108,22 +124,16 @@ class _Sent:
         else:
             self._over_replicas(ranks, self.stride, full)
 
-    def context(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+    def _context(self, passes: float) -> None:
         """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
-        their gradients."""
-        degree = self.plan.layout.context
-        whole = keys_and_values(self.plan, trace.block["none"].at(micro_batch, tokens / degree))
-        gathered, summed = exchanges(self.plan)
-        passes = self._blocks(trace) * count * whole
+        their gradients; ``passes``: bytes of all keys and values."""
+        degree, (gathered, summed) = self.plan.layout.context, exchanges(self.plan)
         self._ring("context_gather", degree, self.stride, gathered * passes)
         self._ring("context_reduce", degree, self.stride, summed * passes)
 
-    def tokens(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+    def _tokens(self, passes: int, one: TokenBytes) -> None:
         """Count rows to the ranks of their experts and back, of a balanced router, forward and backward, and the
-        numbers of rows; what is computed again sends nothing."""
-        passes = self._blocks(trace) * count
-        one = token_bytes(self.plan, trace, micro_batch, tokens / self.plan.layout.context)
-        assert one is not None
+        numbers of rows, in so many passes of blocks; what is computed again sends nothing."""
         inside, across = (one.ranks - 1) / one.ranks, (one.nodes - 1) / one.nodes
         sent = 2 * one.across + one.beside + one.weights + one.counts_across
         self._add("expert_dispatch", "intra", passes * inside * (2 * one.inside + one.counts_inside))
@@ -131,41 +141,38 @@ class _Sent:
         self._add("expert_combine", "intra", passes * inside * 2 * one.inside)
         self._add("expert_combine", "inter", passes * across * 2 * one.across)
 
-    def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+    def _tensor(self, blocks: int, inputs: float, rows: float, splits_words: bool) -> None:
         """Count what the two split products of each block send, in forward, where that is made again, and in backward;
-        and gradients of vectors among split tokens, embedding, head and the loss."""
-        degree, held = self.plan.layout.tensor, tokens / self.plan.layout.context
-        rows = micro_batch * held * count
-        inputs = trace.block["full"].at(micro_batch, held).kept * count
+        and gradients of vectors among split tokens, embedding, head and the loss.
+
+        Args:
+            inputs: bytes of a block's in a step.
+            rows: tokens of a step.
+            splits_words: embedding, head and loss are split, too.
+        """
+        degree, stages = self.plan.layout.tensor, self.plan.stages
         gathers, scatters = _AGAIN[recomputation(self.plan)]
-        blocks, stages = self._blocks(trace), self.plan.stages
         is_first, is_last = self.stage == 0, stages is None or self.stage == stages.count - 1
         if self.plan.knobs.tensor_parallel.sequence_parallel:
             # Tokens are split before the first block, and joined behind the last.
             self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * blocks + is_first + is_last) * inputs)
             self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * blocks * inputs)
-            self._ring("tensor_all_reduce", degree, 1, 2 * count * self._vectors(inputs / rows))
+            self._ring("tensor_all_reduce", degree, 1, 2 * self.count * self._vectors(inputs / rows))
         else:
             self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * blocks * inputs)
-        if trace.rest_degree(degree) == degree:
+        if splits_words:
             # The embedding's outputs, the gradient of the head's inputs; four float32 numbers of each token's logits.
             self._ring("tensor_all_reduce", degree, 1, 2 * (is_first * inputs + is_last * (inputs + 4 * 4 * rows)))
 
-    def messages(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int, stages: Stages) -> None:
+    def _messages(self, inputs: float, stages: Stages) -> None:
         """Count activations to the next stage, and their gradients to the one before, of each chunk."""
-        held = tokens / self.plan.layout.context
         split = self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
         chunks = stages.chunks(self.stage)
         forward = sum(chunk < stages.n_chunks - 1 for chunk in chunks)
         backward = sum(chunk > 0 for chunk in chunks)
-        sent = trace.block["full"].at(micro_batch, held).kept / split * count
         ranks = self.plan.cluster.topology.world_size // stages.count
         link = "inter" if ranks * (stages.count - 1) >= self.per_node else "intra"
-        self._add("pipeline", link, (forward + backward) * sent)
-
-    def _blocks(self, trace: ModelTrace) -> int:
-        stages = self.plan.stages
-        return trace.blocks if stages is None else sum(stages.blocks_of(self.stage))
+        self._add("pipeline", link, (forward + backward) * inputs / split)
 
     def _vectors(self, row_bytes: float) -> float:
         """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and

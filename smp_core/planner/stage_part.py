@@ -83,12 +83,11 @@ def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> t
     """Return the states of each stage that no earlier one is like; without stages of the model."""
     if plan.stages is None:
         return (StageStates(0, estimate(plan, optimizer), gradient_bytes(plan)),)
-    return tuple(_of_stage(plan, stage, optimizer) for stage in plan.stages.unlike)
-
-
-def _of_stage(plan: Plan, stage: int, optimizer: OptimizerStates) -> StageStates:
-    own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
-    return StageStates(stage, estimate(own, optimizer), gradient_bytes(own))
+    found = []
+    for stage in plan.stages.unlike:
+        own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
+        found.append(StageStates(stage, estimate(own, optimizer), gradient_bytes(own)))
+    return tuple(found)
 
 
 def shapes_of_stage(plan: Plan, stage: int) -> Shapes:

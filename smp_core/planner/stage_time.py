@@ -25,20 +25,14 @@ from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart
-from smp_core.planner.time import StepModel, StepTime, computing_seconds, exposed_seconds
+from smp_core.planner.time import PHASES, Place, StepModel, StepTime, computing_seconds, exposed_seconds, in_places
 
 _ROUNDS = 3
 """Rounds of as many micro-batches as there are stages that are played."""
 
-# A step's first micro-batch, those between, its last, and one that is both.
-_FIRST, _BETWEEN, _LAST, _ONLY = range(4)
-_PLACES = 4
-
 Seconds = tuple[float, float, float, float, float, float]
 """Of a computation: computing, waiting for gathers and reductions, for tensor ranks, for context ranks, for copies, for
 tokens."""
-
-_PARTS = ("compute", "gathers", "tensor", "context", "copies", "experts")
 
 
 @dataclass(frozen=True)
@@ -102,33 +96,26 @@ class StagedModel(StepModel):
         self._shared = {} if shared is None else shared
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
-        self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
+        cut = ("parts", layout.tensor, plan.stages.count, plan.stages.sizes)
+        if cut not in self._shared:
+            self._shared[cut] = [StagePart.of(plan, trace, stage) for stage in range(plan.stages.count)]
+        self.parts: list[StagePart] = self._shared[cut]
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
         gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
         of_trained = trace.trained[1] * self.reduced
         sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
-        self.root_gather, self.root_sum = [gathers[n] for n in sharded], [sums[n] for n in sharded]
+        root_gather, root_sum = [gathers[n] for n in sharded], [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
         self.ranks = layout.world_size // layout.pipeline
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
         self.latencies = self._wires(0.0)
-        # What blocks wait for forward and backward, and what a computation waits for once, by stage; by place.
-        opens = [place in (_FIRST, _ONLY) or not plan.keeps_parameters for place in range(_PLACES)]
-        closes = [place in (_LAST, _ONLY) or not plan.keeps_gradients for place in range(_PLACES)]
-        backward = [a * self.gather_again + b * self.sum[0] for a, b in zip(opens, closes, strict=True)]
-        self.behind = ([each * self.gather[0] for each in opens], backward)
-        begun = [[each * (root + self.gather[0]) for each in opens] for root in self.root_gather]
-        ended = [[each * root for each in closes] for root in self.root_sum]
+        # What a computation waits for once, by stage and place.
+        begun = [[each * (root + self.gather[0]) for each in self.opens] for root in root_gather]
+        ended = [[each * root for each in self.closes] for root in root_sum]
         self.ends = (begun, ended)
         self._known: dict[int, _OfSize] = {}
-
-    def _of_cut(self, key: tuple[Any, ...]) -> list[StagePart]:
-        if key not in self._shared:
-            self._shared[key] = [StagePart.of(self.plan, self.trace, stage) for stage in range(self.stages.count)]
-        parts: list[StagePart] = self._shared[key]
-        return parts
 
     def step(self, micro_batch: int, count: int, in_stages: int | None = None) -> StepTime:
         """Return the time of a step of ``count`` micro-batches.
@@ -145,11 +132,12 @@ class StagedModel(StepModel):
         wires = self._wires(self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
         replicas = [part.blocks * of_size.hop + own for part, own in zip(self.parts, self.root_hop, strict=True)]
         ends = [0.0] * stages.count
-        for is_first, is_last in _batches(batches):
-            times = 1 if is_first or is_last else batches - 2
-            seconds = _with_places(table, is_first, is_last)
-            found = played(asked.schedule, stages.count, together, seconds, wires, self.latencies)
-            ends = [max(ends) + times * (max(found) if not is_last else end) for end in found]
+        for place, times in zip(Place, in_places(batches), strict=True):
+            if not times:
+                continue
+            found = played(asked.schedule, stages.count, together, _of_batch(table, place), wires, self.latencies)
+            is_last = place in (Place.LAST, Place.ONLY)
+            ends = [max(ends) + times * (end if is_last else max(found)) for end in found]
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
         busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
@@ -178,7 +166,7 @@ class StagedModel(StepModel):
         of_size, stages = self._of_size(micro_batch), self.stages
         wire = self._between(0, 1, self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
         smallest = min(stages.sizes)
-        forward, backward = (smallest * of_size.totals[way][_BETWEEN] for way in range(2))
+        forward, backward = (smallest * of_size.totals[way][Place.BETWEEN] for way in range(2))
         batches = count / in_stages
         behind_first = self._behind_seconds(self.parts[0], of_size)
         most = 0.0
@@ -201,8 +189,8 @@ class StagedModel(StepModel):
         """Return the seconds that a stage computes for a micro-batch, forward (0) or backward (1), at the least."""
         before, behind = of_size.around[way]
         around = part.is_first * before + part.is_last * behind
-        ends = self.stages.per_stage * self.ends[way][part.stage][_BETWEEN]
-        return part.blocks * of_size.totals[way][_BETWEEN] + around + ends
+        ends = self.stages.per_stage * self.ends[way][part.stage][Place.BETWEEN]
+        return part.blocks * of_size.totals[way][Place.BETWEEN] + around + ends
 
     def _behind_seconds(self, part: StagePart, of_size: _OfSize) -> float:
         """Return the seconds of a stage behind its last backward: sums over replicas, and the optimizer."""
@@ -251,7 +239,7 @@ class StagedModel(StepModel):
         before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
         behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
         degree = self.trace.rest_degree(self.plan.layout.tensor)
-        early = [computing_seconds(before, phase, degree, self.hardware) for phase in ("forward", "backward")]
+        early = [computing_seconds(before, phase, degree, self.hardware) for phase in PHASES]
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again
@@ -289,10 +277,9 @@ class StagedModel(StepModel):
     def _busy(self, of_size: _OfSize, stage: int, count: int) -> list[float]:
         """Return what a stage is busy with in a step, by part."""
         stages = self.stages
-        weights = (1, count - 2, 1, 0) if count > 1 else (0, 0, 0, 1)
-        found = [0.0] * len(_PARTS)
+        found = [0.0] * 6
         for way in range(2):
-            for place, weight in enumerate(weights):
+            for place, weight in enumerate(in_places(count)):
                 of_block = of_size.of_block[way][place]
                 found = [
                     total + weight * self.parts[stage].blocks * seconds
@@ -304,20 +291,13 @@ class StagedModel(StepModel):
         return found
 
 
-def _batches(count: int) -> list[tuple[bool, bool]]:
-    """Return the kinds of batches of a step: whether they are its first and its last."""
-    if count == 1:
-        return [(True, True)]
-    return [(True, False), *([(False, False)] if count > 2 else []), (False, True)]
-
-
-def _with_places(totals: Sequence[float], is_first: bool, is_last: bool) -> list[float]:
+def _of_batch(totals: Sequence[float], place: Place) -> list[float]:
     """Return the seconds of a batch's computations by places in the batch, from those by places in the step."""
-    first, last = _FIRST if is_first else _BETWEEN, _LAST if is_last else _BETWEEN
-    only = _ONLY if is_first and is_last else first if is_first else last
+    first = Place.FIRST if place in (Place.FIRST, Place.ONLY) else Place.BETWEEN
+    last = Place.LAST if place in (Place.LAST, Place.ONLY) else Place.BETWEEN
     found = []
-    for begin in range(0, len(totals), _PLACES):
-        found += [totals[begin + place] for place in (first, _BETWEEN, last, only)]
+    for begin in range(0, len(totals), len(Place)):
+        found += [totals[begin + each] for each in (first, Place.BETWEEN, last, place)]
     return found
 
 
@@ -376,7 +356,8 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
                 key = (step.is_forward, step.chunk + before, step.micro_batch)
                 if 0 <= step.chunk + before < chunks and key not in places:
                     break
-                kind = ((not step.is_forward) * chunks + step.chunk) * _PLACES + _place(step.micro_batch, micro_batches)
+                kind = ((not step.is_forward) * chunks + step.chunk) * len(Place)
+                kind += _place(step.micro_batch, micro_batches)
                 sends = 0 <= step.chunk + further < chunks
                 link = stage * stages + (step.chunk + further) % stages if sends else -1
                 places[step.is_forward, step.chunk, step.micro_batch] = len(found)
@@ -387,5 +368,5 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
 
 def _place(micro_batch: int, count: int) -> int:
     if count == 1:
-        return _ONLY
-    return _FIRST if micro_batch == 0 else _LAST if micro_batch == count - 1 else _BETWEEN
+        return Place.ONLY
+    return Place.FIRST if micro_batch == 0 else Place.LAST if micro_batch == count - 1 else Place.BETWEEN

@@ -44,7 +44,8 @@ from dataclasses import dataclass, replace
 from smp_core.plan import GIB, Plan, communicators
 from smp_core.planner.context_bytes import beside_attention
 from smp_core.planner.expert_bytes import dealt_elements, token_bytes
-from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.fitted import FITTED
+from smp_core.planner.fp8_figures import gathered_bytes, kept_bytes, state_bytes
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
 from smp_core.planner.stage_part import StagePart, StageStates, states_of
 
@@ -57,7 +58,7 @@ class PeakMemory:
 
     Attributes:
         activations: what blocks and the rest keep or work with.
-        other: buffers of the model, the input of a reduction.
+        other: buffers of the model, FP8's histories and scales, the input of a reduction.
         margin: the CUDA context and communicators, and what the allocator loses between blocks.
         capacity: of the device.
         stage: of the pipeline, whose rank it is.
@@ -90,7 +91,6 @@ def peak_memory(
     tokens: int,
     states: Sequence[StageStates] | None = None,
     in_stages: int | None = None,
-    fitted: Fitted = FITTED,
 ) -> PeakMemory:
     """Return the peak of a plan, of the pipeline stage where it is highest.
 
@@ -105,7 +105,7 @@ def peak_memory(
         asked = plan.knobs.pipeline.microbatches
         in_stages = asked if isinstance(asked, int) else count
     batch = _Batch(trace, micro_batch, count, tokens / plan.layout.context, in_stages)
-    peaks = [_peak(plan, each, batch, fitted) for each in states or states_of(plan)]
+    peaks = [_peak(plan, each, batch) for each in states or states_of(plan)]
     return max(peaks, key=lambda peak: peak.total)
 
 
@@ -120,15 +120,16 @@ class _Batch:
     in_stages: int
 
 
-def _peak(plan: Plan, of_stage: StageStates, batch: _Batch, fitted: Fitted) -> PeakMemory:
+def _peak(plan: Plan, of_stage: StageStates, batch: _Batch) -> PeakMemory:
     states = of_stage.memory
     points = _Points(plan, of_stage, batch).all()
     if batch.count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
         points += _Points(plan, of_stage, replace(batch, count=batch.count - 1), frees=False).all()
     highest = max(points, key=lambda point: point.total)
-    of_context = fitted.context_gib + fitted.communicator_gib * len(communicators(plan))
-    used = states.parameters + states.buffers + highest.total
-    margin = int(of_context * GIB + fitted.fragmentation * used)
+    of_context = FITTED.context_gib + FITTED.communicator_gib * len(communicators(plan))
+    of_scales = state_bytes(plan)
+    used = states.parameters + states.buffers + of_scales + highest.total
+    margin = int(of_context * GIB + FITTED.fragmentation * used)
     assert plan.cluster.device_memory is not None
     return PeakMemory(
         parameters=states.parameters,
@@ -136,7 +137,7 @@ def _peak(plan: Plan, of_stage: StageStates, batch: _Batch, fitted: Fitted) -> P
         gradients=int(highest.gradients),
         optimizer=int(highest.optimizer),
         activations=int(highest.activations),
-        other=int(states.buffers + highest.reduced),
+        other=int(states.buffers + of_scales + highest.reduced),
         margin=margin,
         capacity=plan.cluster.device_memory,
         stage=of_stage.stage,
@@ -192,6 +193,9 @@ class _Points:
         self.is_dealt = exchange is not None
         if exchange is not None and mode != "none":
             self.kept += exchange.kept
+        of_fp8 = kept_bytes(plan, trace, micro_batch * held)
+        self.kept += of_fp8 if mode == "none" else 0.0
+        self.made_again = 0.0 if mode == "none" else of_fp8  # with what else a block keeps, in its backward
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, self.part, trace)
@@ -214,7 +218,7 @@ class _Points:
             # The last block's input is gone in the next one's backward; where inputs are on the host, another came.
             inputs = min(blocks + reached - 1, self.part.chunk)
             activations = self._working(reached) + inputs * self.kept + self.waiting
-            own, out = (self._reduced(), self._reduced_part()) if reached == 2 else (0.0, 0.0)
+            own, out = (self.sizes.reduced, self.sizes.reduced_part) if reached == 2 else (0.0, 0.0)
             of_last = out if self.count == 1 else 0.0  # else it is added to earlier sums
             gradients = earlier + of_last + self._held(reached)
             points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
@@ -262,12 +266,12 @@ class _Points:
     def _late(self, blocks: int, at_work: float) -> list[_Point]:
         """Return the points at which all blocks but the first, or all, are reduced."""
         states, of_root, waiting = self.states, self.sizes.root_share, self.waiting
-        reduced, root = self._reduced(), self._gathered(self.part.blocks + 1)
+        reduced, root = self.sizes.reduced, self._gathered(self.part.blocks + 1)
         # The sums of the root and of the first block are there if earlier micro-batches had some. Those of blocks that
         # were sent to masters have their parts of it.
         adds = self.count > 1 and not self.plan.keeps_gradients
         sums = self.sums.sums * (1.0 if adds else 1 - of_root) + self.sums.of_masters * (1 - of_root)
-        own = 0.0 if adds else self._reduced_part()
+        own = 0.0 if adds else self.sizes.reduced_part
         held = of_root * self.sums.held if self.count > 1 else 0.0
         first = self._working(2) + min(2, blocks) * self.kept + waiting
         before_first = self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
@@ -302,13 +306,6 @@ class _Points:
                 _Point(waiting + max(self.sizes.root_cast, between), 0.0, behind, at_work, taken_and_put_out),
             ]
         return points
-
-    def _reduced(self) -> float:
-        return self.sizes.reduced if self.plan.gathers else 0.0
-
-    def _reduced_part(self) -> float:
-        """Return what a rank gets of a block's sums."""
-        return self.sizes.reduced_part if self.plan.gathers else 0.0
 
     def _gathered(self, reached: int, in_forward: bool = False) -> float:
         """Return the bytes that are gathered in forward's loss (``reached=0``), or when backward has come to so many
@@ -346,7 +343,7 @@ class _Points:
 
     def _working(self, reached: int) -> float:
         """Return the activations beside what blocks keep at the highest instant of a block's backward."""
-        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0]
+        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0] + self.made_again
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
@@ -365,10 +362,7 @@ class _Points:
 
 def recomputation(plan: Plan) -> str:
     """Return the mode of recomputation that was traced."""
-    mode = plan.knobs.activations.checkpoint
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"activations.checkpoint={mode!r} is not planned with; allowed: 'none', 'selective', 'full'")
-    return str(mode)
+    return str(plan.knobs.activations.checkpoint)
 
 
 def kept_blocks(plan: Plan, blocks: int) -> int:
@@ -381,7 +375,8 @@ class _UnitBytes:
     """Bytes of one block and of the root.
 
     Attributes:
-        gathered, reduced: of a block, as these are done; of experts that are dealt out those that are here.
+        gathered, reduced: of a block, as these are done, reduced none without units; of experts that are dealt out
+            those that are here.
         copied: of what is gathered of a block, what a node may keep a copy of.
         reduced_part: what a rank gets of a block's sums.
         cast: of a block's part on one rank, where it is cast to what parameters are stored in; 0: it is not.
@@ -402,6 +397,7 @@ class _UnitBytes:
     @classmethod
     def of(cls, plan: Plan, part: StagePart, trace: ModelTrace) -> _UnitBytes:
         trained, (whole, dealt) = trace.trained, dealt_elements(plan, trace)
+        of_block, of_experts = gathered_bytes(plan, trace)
         block, root = trained[0] * part.block_elements, trained[1] * part.root
         elsewhere = whole - dealt
         of_all = root + part.blocks * block
@@ -410,10 +406,10 @@ class _UnitBytes:
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         return cls(
-            gathered=(part.block_elements - elsewhere) * gathered,
-            reduced=(block - trained[0] * elsewhere) * reduced,
-            copied=(part.block_elements - whole) * gathered,
-            reduced_part=block * reduced / plan.shard_degree,
+            gathered=of_block + of_experts,
+            reduced=plan.gathers * (block - trained[0] * elsewhere) * reduced,
+            copied=of_block,
+            reduced_part=plan.gathers * block * reduced / plan.shard_degree,
             cast=block * cast,
             root_gradients=root * gathered,
             root_reduced=root * reduced,

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import IntEnum
 
 from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
 from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.expert_bytes import dealt_elements, expert_degree, token_bytes
-from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathers_fp8
+from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathered_bytes
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.step_memory import recomputation
+
+PHASES = ("forward", "backward")
 
 TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "experts", "pipeline")
 
@@ -31,6 +34,12 @@ STEP_BYTES = 28
 
 HOST_BANDWIDTH = 150e9
 """Bytes per second that the memory of a node's host reads and writes; its ranks share it."""
+
+
+class Place(IntEnum):
+    """A place among a step's micro-batches: its first, those between, its last, or one that is both."""
+
+    FIRST, BETWEEN, LAST, ONLY = range(4)
 
 
 @dataclass(frozen=True)
@@ -91,16 +100,14 @@ def computed_seconds(
     block = trace.block[mode].at(micro_batch, held).of_experts_over(experts)
     rest = trace.rest[mode].at(micro_batch, held)
     degree = trace.rest_degree(tensor)
-    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in ("forward", "backward")]
+    of_rest = [computing_seconds(rest, phase, degree, hardware) for phase in PHASES]
     return sum(pass_seconds(block, tensor, context, hardware)), sum(of_rest)
 
 
 def pass_seconds(figures: Figures, tensor: int, context: int, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
-    least = hardware.fitted.launching
-    forward = computing_seconds(figures, "forward", tensor, hardware, context)
-    backward = computing_seconds(figures, "backward", tensor, hardware, context)
-    return max(forward, least), max(backward, least)
+    forward, backward = (computing_seconds(figures, phase, tensor, hardware, context) for phase in PHASES)
+    return max(forward, hardware.fitted.launching), max(backward, hardware.fitted.launching)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -129,29 +136,31 @@ class StepModel:
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
         spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
-        kept = knobs.reshard_after_forward
-        of = self.collectives
-        stored = 1 if gathers_fp8(plan, hardware) else gathered.itemsize  # of blocks
-        of_units = (of_blocks * stored, of_root * gathered.itemsize)
-        self.gather = [of.partition("all_gather", n_bytes, spare_gather) for n_bytes in of_units]
-        self.sum = [of.partition("reduce_scatter", n * reduced.itemsize, spare_sum) for n in trained]
+        of, kept, self.experts = self.collectives, knobs.reshard_after_forward, expert_degree(plan)
+        whole, dealt = dealt_elements(plan, trace)
+        # Blocks and the root; experts that are dealt to ranks are units of their own, gathered over fewer ranks.
+        of_block, of_experts = gathered_bytes(plan, trace)
+        summed = (of_blocks - whole) * trace.trained[0] * reduced.itemsize
+        self.gather = [of.partition("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
+        self.sum = [of.partition("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_blocks * stored) if type(kept) is int else self.gather[0]
-        self.experts, (whole, dealt) = expert_degree(plan), dealt_elements(plan, trace)
-        if self.experts > 1:  # units of their own, gathered over fewer ranks
-            n, share = of_blocks - whole, trace.trained[0]
-            exact = dealt * stored
-            self.gather[0] = of.partition("all_gather", n * stored, spare_gather) + of.same_experts("all_gather", exact)
-            sums = of.same_experts("reduce_scatter", dealt * share * reduced.itemsize)
-            self.sum[0] = of.partition("reduce_scatter", n * share * reduced.itemsize, spare_sum) + sums
-            again = self.gather[0]
-            if type(kept) is int:
-                again = of.inside(n * stored) + of.same_experts("all_gather", exact)
+        again = of.inside(of_block) if type(kept) is int else self.gather[0]
+        if self.experts > 1:
+            exactly = of.same_experts("all_gather", of_experts)
+            self.gather[0] += exactly
+            self.sum[0] += of.same_experts("reduce_scatter", dealt * trace.trained[0] * reduced.itemsize)
+            again += exactly
         self.gather_again = 0.0 if kept is False else again
-        self.agreeing = of.everywhere(amax_bytes(plan, trace, hardware))
+        self.agreeing = of.everywhere(amax_bytes(plan))
         self.spare_hop, self.stored, self.reduced = spare_hop, gathered.itemsize, reduced.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
+        # What a block's forward and backward run beside, by the micro-batch's place in the step.
+        self.opens = [place in (Place.FIRST, Place.ONLY) or not plan.keeps_parameters for place in Place]
+        self.closes = [place in (Place.LAST, Place.ONLY) or not plan.keeps_gradients for place in Place]
+        both = zip(self.opens, self.closes, strict=True)
+        backward = [opens * self.gather_again + closes * self.sum[0] for opens, closes in both]
+        self.behind = ([opens * self.gather[0] for opens in self.opens], backward)
 
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
@@ -178,16 +187,11 @@ class StepModel:
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""
-        plan, blocks, share = self.plan, self.trace.blocks, self.fitted.exposed
-        gathers = 0.0
-        for place, times in _places(count):
-            gathered = place in ("first", "only") or not plan.keeps_parameters
-            reduced = place in ("last", "only") or not plan.keeps_gradients
-            gather = self.gather[0] if gathered else 0.0
-            again = self.gather_again if gathered else 0.0
-            in_backward = again + (self.sum[0] if reduced else 0.0)
-            waited = exposed_seconds(forward, gather, share) + exposed_seconds(backward, in_backward, share)
-            at_ends = (self.gather[1] + self.gather[0] if gathered else 0.0) + (self.sum[1] if reduced else 0.0)
+        blocks, share, gathers = self.trace.blocks, self.fitted.exposed, 0.0
+        for place, times in zip(Place, in_places(count), strict=True):
+            waited = exposed_seconds(forward, self.behind[0][place], share)
+            waited += exposed_seconds(backward, self.behind[1][place], share)
+            at_ends = self.opens[place] * sum(self.gather) + self.closes[place] * self.sum[1]
             gathers += times * (blocks * waited + at_ends)
         # The window's sums go while the last backward runs, and the root's after it.
         idle = max(backward - self.gather_again - self.sum[0], 0.0)
@@ -204,11 +208,12 @@ class StepModel:
 
     def _context_seconds(self, block: Figures) -> tuple[float, float]:
         """Return a block's gathers of keys and values in forward; and in backward with the sum of their gradients."""
-        if self.plan.layout.context == 1:
+        degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
+        if degree == 1:
             return 0.0, 0.0
-        whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
-        gather = self.collectives.context("all_gather", whole)
-        return gather, (gathers - 1) * gather + self.collectives.context("reduce_scatter", summed * whole)
+        whole = keys_and_values(self.plan, block)
+        gather = self.collectives.over("all_gather", degree, whole)
+        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", degree, summed * whole)
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
@@ -246,11 +251,9 @@ class StepModel:
         return after + stepped + 2 * elements * 4 / device.host_link
 
 
-def _places(count: int) -> list[tuple[str, int]]:
-    """Return the kinds of micro-batches of a step, and how many of each; the only one is first and last."""
-    if count == 1:
-        return [("only", 1)]
-    return [("first", 1), ("last", 1), *([("middle", count - 2)] if count > 2 else [])]
+def in_places(count: int) -> tuple[int, int, int, int]:
+    """Return how many of a step's micro-batches are in each of :class:`Place`."""
+    return (1, count - 2, 1, 0) if count > 1 else (0, 0, 0, 1)
 
 
 class _GroupCollectives:
@@ -267,52 +270,43 @@ class _GroupCollectives:
 
     def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
         """Return the seconds of a collective over a partition group."""
-        return self._over(kind, self.degree, n_bytes, spared)
+        return self.over(kind, self.degree, n_bytes, spared)
 
     def same_experts(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
         the same beside them."""
-        ranks, together = self.degree // self.experts, max(self.per_node // self.experts, 1)
-        if ranks == 1 or self.degree <= self.per_node:
-            return self._of("intra").seconds(kind, ranks, n_bytes) if ranks > 1 else 0.0
-        nodes = self.degree // self.per_node
-        if together == 1:
+        ranks = self.degree // self.experts
+        if self.degree <= self.per_node:
+            return self._seconds("intra", kind, ranks, n_bytes)
+        if self.per_node < 2 * self.experts:  # none beside it
             return self._between(kind, ranks, n_bytes)
-        crowded = n_bytes * self.slowed(nodes) * self.layout.tensor * self.experts
-        return self._of("flat").seconds(kind, ranks, crowded)
+        crowded = n_bytes * self.slowed(self.degree // self.per_node) * self.layout.tensor * self.experts
+        return self._seconds("flat", kind, ranks, crowded)
 
     def tokens(self, ranks: int, nodes: int, inside: float, across: float) -> float:
         """Return the seconds of one exchange of rows: over the ranks on a node, and over nodes."""
-        seconds = self._of("intra").seconds("all_gather", ranks, inside) if ranks > 1 else 0.0
-        return seconds + (self._between("all_gather", nodes, across) if nodes > 1 else 0.0)
+        return self._seconds("intra", "all_gather", ranks, inside) + self._between("all_gather", nodes, across)
 
     def inside(self, n_bytes: float) -> float:
         """Return the seconds of a gather over the ranks of a partition group on one node."""
-        ranks = min(self.degree, self.per_node)
-        return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
+        return self._seconds("intra", "all_gather", min(self.degree, self.per_node), n_bytes)
 
     def everywhere(self, n_bytes: float) -> float:
         """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
         nodes, k = self.links.nodes, self.links.ranks_per_node
-        seconds = 0.0
-        if n_bytes and k > 1:
-            seconds += self._of("intra").seconds("all_reduce", k, n_bytes)
-        if n_bytes and nodes > 1:
-            seconds += self._of("inter").seconds("all_reduce", nodes, n_bytes / k)
-        return seconds
+        if not n_bytes:
+            return 0.0
+        inside = self._seconds("intra", "all_reduce", k, n_bytes)
+        return inside + self._seconds("inter", "all_reduce", nodes, n_bytes / k)
 
     def tensor(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a tensor group."""
-        degree, k = self.layout.tensor, self.links.ranks_per_node
-        return self._of("intra" if degree <= k and k > 1 else "inter").seconds(kind, degree, n_bytes)
-
-    def context(self, kind: Kind, n_bytes: float) -> float:
-        """Return the seconds of a collective over a context group."""
-        return self._over(kind, self.layout.context, n_bytes, 1.0)
+        degree = self.layout.tensor
+        return self._seconds("intra" if degree <= self.links.ranks_per_node else "inter", kind, degree, n_bytes)
 
     def message(self, place: str, n_bytes: float) -> float:
         """Return the seconds of a message from a rank to another one."""
-        return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
+        return self._seconds(place, "all_gather", 2, 2 * n_bytes)
 
     def replicas(self, n_bytes: float, spared: float = 1.0, kinds: tuple[Kind, ...] = ()) -> float:
         """Return the seconds of collectives on a unit's shards across replicas.
@@ -323,36 +317,33 @@ class _GroupCollectives:
         if not kinds:
             kinds = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
         replicas, held = self.layout.replicate, n_bytes / self.degree
-        if replicas == 1:
-            return 0.0
-        together = max(self.per_node // self.degree, 1)
+        together = min(max(self.per_node // self.degree, 1), replicas)
         seconds = 0.0
         for kind in kinds:
-            if together > 1:
-                seconds += self._of("intra").seconds(kind, min(together, replicas), held)
-            if replicas > together:
-                seconds += self._between(kind, replicas // together, held / together * spared)
+            seconds += self._seconds("intra", kind, together, held)
+            seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
-    def _over(self, kind: Kind, degree: int, n_bytes: float, spared: float) -> float:
-        if degree == 1:
-            return 0.0
+    def over(self, kind: Kind, degree: int, n_bytes: float, spared: float = 1.0) -> float:
+        """Return the seconds of a collective over so many neighbours in the order of partition groups."""
         k = self.per_node
         if degree <= k:
-            return self._of("intra").seconds(kind, degree, n_bytes)
+            return self._seconds("intra", kind, degree, n_bytes)
         if self.in_stages or k == 1:
-            inside = self._of("intra").seconds(kind, k, n_bytes) if k > 1 else 0.0
-            return inside + self._between(kind, degree // k, n_bytes / k * spared)
+            return self._seconds("intra", kind, k, n_bytes) + self._between(kind, degree // k, n_bytes / k * spared)
         crowded = n_bytes * self.slowed(degree // k)
-        return self._of("flat").seconds(kind, degree, crowded * spared * self.layout.tensor)
+        return self._seconds("flat", kind, degree, crowded * spared * self.layout.tensor)
 
     def _between(self, kind: Kind, nodes: int, n_bytes: float) -> float:
-        return self._of("inter").seconds(kind, nodes, n_bytes * self.slowed(nodes))
+        return self._seconds("inter", kind, nodes, n_bytes * self.slowed(nodes))
 
-    def _of(self, place: str) -> Collectives:
+    def _seconds(self, place: str, kind: Kind, ranks: int, n_bytes: float) -> float:
+        """Return the seconds of a collective over so many ranks; one alone waits for none."""
+        if ranks == 1:
+            return 0.0
         found = getattr(self.links, place)
         assert isinstance(found, Collectives), f"{place} of {self.links}"
-        return found
+        return found.seconds(kind, ranks, n_bytes)
 
 
 def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:

@@ -26,13 +26,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,11 +35,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from smp_core.config import SmpConfig
+from smp_core.config import Fp8Recipe, SmpConfig
+from smp_core.fp8 import choose
+from smp_core.outside import ask_child
 from smp_core.plan import Entry, Shapes, is_kept
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
-from smp_core.planner.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, SplitTrace, in_dtype
+from smp_core.planner.model_trace import LEFT, Curve, Instants, ModelTrace, SplitTrace, in_dtype
 from smp_core.planner.trace_meter import TraceMeter, flat, local
 from smp_core.torch_facts import embeddings_of
 
@@ -133,27 +130,30 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
             ) from error
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
-    chain, shapes = found.shapes["none"].chain, _shapes_by_mode(model, asked, entry)
+    chain = found.shapes["none"].chain
+    shapes = _shapes_by_mode(model, asked, entry)
     inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
     if chain is not None:
-        shapes = _with_chain(shapes, chain.inside(inner))
+        shapes = {mode: replace(each, chain=chain.inside(inner)) for mode, each in shapes.items()}
     inside = tuple(f"{inner}.{name}" if inner else name for name in found.inside)
     return replace(found, shapes=shapes, inside=inside, dropped_scores=max(dropped, default=0.0))
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
-    return {mode: Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry) for mode in MODES}
-
-
-def _with_chain(shapes: Mapping[str, Shapes], chain: Chain) -> dict[str, Shapes]:
-    return {mode: replace(each, chain=chain) for mode, each in shapes.items()}
+    """Return the shapes of each mode of recomputation, which know FP8 layers."""
+    found: dict[str, Shapes] = {}
+    dims = fp8_dims(model)
+    for mode in MODES:
+        shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
+        parameters = (replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters)
+        found[mode] = replace(shapes, parameters=tuple(parameters))
+    return found
 
 
 def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, entry: Entry) -> Chain | str:
     """Return the chain of ``count`` blocks from that of the first few, all others being cut off; or why there is
     none."""
-    for name in lists:
-        del model.get_submodule(name)[_BLOCKS_OF_CHAIN:]  # type: ignore[operator]
+    _keep_first(model, lists, _BLOCKS_OF_CHAIN)
     try:
         units = Shapes.of(model, SmpConfig(units=asked.units), entry).units
         return record_chain(model, units).of_more(lists[0], count)
@@ -180,47 +180,41 @@ def _traced(
     if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
         chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
     if isinstance(chain, Chain):
-        shapes = _with_chain(shapes, chain)
-    counted: dict[int, dict[Recomputation, list[Figures]]] = {}
-    instants: dict[str, Instants] = {}
+        shapes = {mode: replace(each, chain=chain) for mode, each in shapes.items()}
+
+    # Two blocks with each mode of recomputation, also with split layers; then one block.
     untraced: dict[str, str] = {}
-    of_split, heads = SplitTrace(), 0
-    stacks: set[tuple[int, ...]] = set()
-    for blocks in (2, 1):
-        for name in lists:
-            del model.get_submodule(name)[blocks:]  # type: ignore[operator]
-        counted[blocks] = {}
-        for mode in MODES:
-            at = [(1, tokens), (2, tokens), (1, tokens // 2)]
-            if mode in untraced:
-                continue
-            try:
-                runs = [measured(source, lists, mode, *each) for each in at]
-            except Exception as error:
-                if mode == "selective":  # what it keeps must not be changed in place, which some models do
-                    untraced[mode] = (
-                        f"activations.checkpoint='selective': {words} does not train with it ({type(error).__name__}: "
-                        f"{error}); write none or full"
-                    )
-                    continue
-                raise ValueError(
-                    f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its "
-                    "forward what depends on values, or write package.module:function with a model that does"
-                ) from error
-            counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
-            stacks |= runs[0].stacks
-            early = [meter.early for meter in runs]
-            if blocks == 2:
-                instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
-        if blocks == 2 and source.splits and split is not None:
-            modes = [mode for mode in MODES if mode not in untraced]
-            of_split = _of_split(split, source, lists, heads, tokens, modes)
+    two: dict[Recomputation, list[TraceMeter]] = {}
+    _keep_first(model, lists, 2)
+    for mode in MODES:
+        try:
+            two[mode] = _run(source, lists, mode, tokens, words)
+        except ValueError as error:
+            if mode != "selective":
+                raise
+            # What it keeps must not be changed in place, which some models do.
+            cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+            untraced[mode] = (
+                f"activations.checkpoint='selective': {words} does not train with it ({cause}); write none or full"
+            )
+    instants: dict[str, Instants] = {}
+    for mode, runs in two.items():
+        instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
+    product_inputs = _kept_for_products(source, lists, tokens, two["none"][0].kept)
+    heads, of_split = two["none"][0].heads, SplitTrace()
+    if source.splits and split is not None:
+        of_split = _of_split(split, source, lists, heads, tokens, list(two))
+    _keep_first(model, lists, 1)
+    one = {mode: _run(source, lists, mode, tokens, words) for mode in two}
+
+    # A block is the difference, and the rest is what is left.
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
-    for mode in counted[1]:
-        pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
-        block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
-        rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
+    for mode, runs in two.items():
+        pairs = [(less.finish(), more.finish()) for less, more in zip(one[mode], runs, strict=True)]
+        block[mode] = Curve(tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs))
+        rest[mode] = Curve(tokens, *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs))
+    stacks = {stack for runs in two.values() for stack in runs[0].stacks}
     if of_split.dims is not None:
         shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
     return ModelTrace(
@@ -232,13 +226,62 @@ def _traced(
         instants,
         heads if source.splits else 0,
         _vocabulary(source, outside),
-        Curve(tokens, *early),
+        Curve(tokens, *(meter.early for meter in one["full"])),
         chain if isinstance(chain, str) else "",
         of_split,
         experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
         unpadded=source.unpadded,
         untraced=untraced,
+        product_inputs=product_inputs,
     )
+
+
+def _keep_first(model: nn.Module, lists: list[str], count: int) -> None:
+    """Cut off all blocks but the first of each list."""
+    for name in lists:
+        del model.get_submodule(name)[count:]  # type: ignore[operator]
+
+
+def _run(source: Source, lists: list[str], mode: Recomputation, tokens: int, words: str) -> list[TraceMeter]:
+    """Run a step of one sample, of two, and of one of half the tokens."""
+    try:
+        return [measured(source, lists, mode, *each) for each in ((1, tokens), (2, tokens), (1, tokens // 2))]
+    except Exception as error:
+        raise ValueError(
+            f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its forward "
+            "what depends on values, or write package.module:function with a model that does"
+        ) from error
+
+
+def fp8_dims(model: nn.Module) -> dict[str, int]:
+    """Return the dim of inputs of each weight that native FP8 layers would multiply by, by name."""
+    try:
+        chosen, _ = choose(model, Fp8Recipe())
+    except ValueError:  # none
+        return {}
+    found: dict[str, int] = {}
+    for name, module, weights in chosen:
+        dim = 0 if type(module).__name__ == "Conv1D" else -1  # Transformers', which is stored as its transpose
+        found |= {f"{name}.{weight}".removeprefix("."): dim for weight in weights}
+    return found
+
+
+def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int) -> float:
+    """Return the bytes of a token that a block keeps for its FP8 layers' weights alone: what it does not keep where
+    these are frozen, and which their copies in FP8 stand for."""
+    blocks = tuple(f"{name}." if name else "" for name in lists)
+    named = dict(source.model.named_parameters())
+    weights = [named[name] for name in fp8_dims(source.model) if name.startswith(blocks)]
+    trained = [weight for weight in weights if weight.requires_grad]
+    if len(trained) == sum(each.requires_grad for each in named.values()):
+        return 0.0  # adapters alone are trained: without them there is no backward
+    for weight in trained:
+        weight.requires_grad_(False)
+    try:
+        return (kept - measured(source, lists, "none", 1, tokens).kept) / tokens
+    finally:
+        for weight in trained:
+            weight.requires_grad_(True)
 
 
 def _keep_commonest(blocks: Any) -> None:
@@ -403,15 +446,6 @@ def trace(words: str, tokens: int) -> ModelTrace:
     Raises:
         ValueError: as :func:`trace_model`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "trace"
-        command = [sys.executable, "-W", "ignore", "-m", CHILD, words, str(tokens), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not out.exists():
-            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-            raise ValueError(f"model {words!r} cannot be traced: {last[0]}")
-        found = pickle.loads(out.read_bytes())  # our own child's
-    if isinstance(found, ValueError):
-        raise found
+    found = ask_child(CHILD, (words, tokens), f"model {words!r} cannot be traced")
     assert isinstance(found, ModelTrace)
     return found

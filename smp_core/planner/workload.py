@@ -28,11 +28,9 @@ class Workload:
     tokens: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a number of at least 1")
-        if self.sequence < 2:
-            raise ValueError(f"sequence={self.sequence} is no sequence; it has at least 2 tokens")
+        for name, least in (("sequence", 2), ("global_batch", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is not a number of at least {least}")
         if self.precision not in ("mixed", "bfloat16", "trainer"):
             raise ValueError(f"precision={self.precision!r} is not planned with; allowed: 'mixed', 'bfloat16'")
         if self.optimizer not in OPTIMIZERS:

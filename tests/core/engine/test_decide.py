@@ -19,11 +19,11 @@ from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
 from smp_core.engine.auto_degree import decide_with_smallest_degree
 from smp_core.engine.decide import decide
+from smp_core.engine.next_run import knobs_of_next_run
 from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.dtypes import Precision
 from smp_core.plan.plan import GivenSharding, Plan
 from smp_core.plan.shapes import Shapes
-from smp_core.planner.next_run import knobs_of_next_run
 from smp_core.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -403,7 +403,7 @@ def test_nothing_is_settled_outside_of_planning() -> None:
     allowed = (
         "smp_core/plan/draft.py",
         "smp_core/engine/auto_degree.py",
-        "smp_core/planner/next_run.py",
+        "smp_core/engine/next_run.py",
         "smp_core/config/config.py",
         "smp_core/entry.py",
         "accelerate_smp/",

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from smp_core import run_log
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
+from smp_core.observe.run_record import _of_plan
 from smp_core.planner import Workload, plan
+from smp_core.planner.calibrate import _plan_of
 from smp_core.planner.fitted import BANDS, FP8_BAND
 from smp_core.planner.fp8_figures import amax_bytes, block_figures
 from smp_core.planner.hardware import Hardware
@@ -25,6 +28,8 @@ from tests.harness import ROOT
 
 TOKENS, H100 = 64, Hardware.parse("1x4:h100-80g")
 SAMPLES, INNER = 4, 96
+ELEMENTS = 4 * WIDTH**2 + 4 * 3 * WIDTH * INNER
+"""Of a block's weights that FP8 layers multiply by."""
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 
 
@@ -45,31 +50,44 @@ def decided(mixture: ModelTrace, **knobs: Any) -> Any:
 def test_products_take_half_the_time_and_casts_move_bytes(
     mixture: ModelTrace, recipe: Any, read_and_written: int, of_weights: tuple[int, int]
 ) -> None:
-    """A token has four square matrices of attention, the router's, and of two of the four experts the two that are
-    stacked and the one that leads back; weights of all four are transposed or cast."""
+    """A token has four square matrices of attention, and of two of the four experts the two that are stacked and the
+    one that leads back; weights of all four are transposed or cast. The router's is no FP8 layer's."""
     plain, fp8 = (decided(mixture, shard_degree=4, fp8=each) for each in (None, recipe))
     before, after = (block_figures(each, mixture, H100, "none", SAMPLES, TOKENS) for each in (plain, fp8))
     assert after.forward_products == before.forward_products / 2
     assert after.backward_experts == before.backward_experts / 2
     assert after.forward_attention == before.forward_attention
-    widths = 4 * 2 * WIDTH + (WIDTH + 4) + 2 * (WIDTH + 2 * INNER + INNER + WIDTH)
-    casts = read_and_written / 2 * widths * SAMPLES * TOKENS
-    forward, backward = (each * mixture.block_elements() for each in of_weights)
-    assert after.forward_moved - before.forward_moved == pytest.approx(casts + forward)
-    assert after.backward_moved - before.backward_moved == pytest.approx(casts + backward)
+    inputs, outputs = 4 * WIDTH + 2 * (WIDTH + INNER), 4 * WIDTH + 2 * (2 * INNER + WIDTH)
+    of_number = read_and_written * SAMPLES * TOKENS
+    forward, backward = (each * ELEMENTS for each in of_weights)
+    assert after.forward_moved - before.forward_moved == pytest.approx(of_number * inputs + forward)
+    assert after.backward_moved - before.backward_moved == pytest.approx(of_number * outputs + backward)
 
 
 def test_weights_are_gathered_as_bytes_and_magnitudes_once_a_step(mixture: ModelTrace) -> None:
-    """Embedding and head are gathered as before; a block has seven linear layers and stacks."""
+    """Embedding, head, norms and routers are gathered as before; a block has six linear layers and stacks."""
     plans = [decided(mixture, shard_degree=4, fp8=each) for each in (None, True, {"fp8_all_gather": False})]
     models = [step_model(each, mixture, H100, TOKENS) for each in plans]
     latency = 3 * H100.fitted.latency_inside
     blocks = [model.gather[0] - latency for model in models]
-    assert blocks[1] == pytest.approx(blocks[0] / 2) and blocks[2] == pytest.approx(blocks[0])
+    assert blocks[1] == pytest.approx(blocks[0] * (1 - ELEMENTS / mixture.block_elements() / 2))
+    assert blocks[2] == pytest.approx(blocks[0])
     assert models[1].gather[1] == models[0].gather[1]
-    assert amax_bytes(plans[1], mixture, H100) == 4 * 7 * 3 * 4
+    assert amax_bytes(plans[1]) == 4 * 6 * 3 * 4
     steps = [model.step(1, 1).optimizer for model in models]
     assert steps[1] - steps[0] == pytest.approx(6 * H100.fitted.latency_inside, rel=0.01)  # of bytes alone, 1 %
+
+
+@pytest.mark.parametrize("recipe", [True, {"scaling": "dynamic", "amax_history_len": 16}, TORCHAO])
+def test_a_run_in_fp8_is_planned_as_its_log_says(mixture: ModelTrace, tmp_path: Path, recipe: Any) -> None:
+    made, path = decided(mixture, shard_degree=4, fp8=recipe), tmp_path / "run.jsonl"
+    run_log.append(path, "run", step=0, micro_batches=1, **_of_plan(made, [], 1))
+    given = (run_log.Run.read(path), mixture, H100, Workload(TOKENS, 8), path)
+    if recipe is TORCHAO:
+        with pytest.raises(ValueError, match=r"fp8\.backend='torchao', which is not planned with"):
+            _plan_of(*given)
+        return
+    assert _plan_of(*given).knobs.fp8 == made.knobs.fp8
 
 
 def test_a_plan_in_fp8_is_written_and_has_a_wider_band(mixture: ModelTrace) -> None:
@@ -98,7 +116,7 @@ def test_the_band_of_fp8_is_the_mean_error_of_the_published_speedups() -> None:
         ("1x4:h100-80g", {"exclude": ["*.w1"]}, "fp8.exclude=.* is not planned with"),
         (
             "1x4:h100-80g",
-            {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False},
+            TORCHAO,
             "fp8.backend='torchao'",
         ),
     ],

@@ -12,12 +12,12 @@ from smp_core.engine.decide import decide
 from smp_core.plan.plan import Plan
 from smp_core.plan.schedules import blocks_kept, chunks_of
 from smp_core.planner import Workload, plan, stage_time
-from smp_core.planner.commands import _fixed
 from smp_core.planner.devices import Device
 from smp_core.planner.explain import as_yaml
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.search import read_fixed
 from smp_core.planner.stage_part import StagePart, states_of
 from smp_core.planner.stage_time import played, step_model
 from smp_core.planner.step_memory import PeakMemory, peak_memory
@@ -184,6 +184,7 @@ def test_micro_batches_of_stages_say_nothing_without_stages(tiny: ModelTrace) ->
 
 
 def test_a_degree_may_be_fixed_beside_a_schedule_and_nothing_twice() -> None:
-    assert _fixed(["pipeline=2", "pipeline=1f1b"]) == {"pipeline_parallel_degree": "2", "pipeline": "1f1b"}
-    with pytest.raises(ValueError, match="--fix names a knob twice: shard=2, shard=4"):
-        _fixed(["shard=2", "shard=4"])
+    both = read_fixed([("pipeline", "2"), ("pipeline", "1f1b")])
+    assert both["pipeline_parallel_degree"] == 2 and both["pipeline"]["schedule"] == "1f1b"
+    with pytest.raises(ValueError, match="shard_degree is fixed twice: 2 and 4"):
+        read_fixed([("shard", "2"), ("shard", "4")])

@@ -435,7 +435,7 @@ def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> Non
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(example: planner.Recommendation) -> None:
     found = example
     assert "step time (tensor +" in found.why_not(tensor=8)
-    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
+    assert "GiB over: parameters" in found.why_not(shard=1, pipeline=1)
     assert "step time (replicas +" in found.why_not(shard=1)  # with stages it fits
     assert "does not divide" in found.why_not(shard=7)
     same = {"shard": found.chosen.plan.shard_degree, "recomputation": recomputation(found.chosen.plan)}

@@ -181,6 +181,9 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         assert each["planned"] == pytest.approx(each["measured"], rel=0.1)
     for name, each in together["loss_grows"].items():
         assert f"| {name} | {fitted[name]:.3g} | {each['less']:+.1%} | {each['more']:+.1%} |" in text
+    for name in ("llm_foundry", "kempner"):
+        for each in programs[name]["by_kind"].values():
+            assert f"| {each['rows']} | {each['mean']:+.1%} |" in text
     text = Path(ROOT, "docs", "planner-checks.md").read_text(encoding="utf-8")
     for name in ("llm_foundry", "kempner", "vtrain"):
         judged, rows = result[name]["held_out_by_size"], result[name]["rows"]

@@ -100,7 +100,7 @@ def test_what_does_not_fit_a_small_card_fits_with_adapters(
 
 def test_a_deadline_takes_the_fewest_nodes_that_keep_it(full: ModelTrace) -> None:
     slow = Device("slow", 80.0, 1e10, 1e11, 1e10, "no data sheet", 1e9)  # computing is all of a step
-    found = plan(full, Hardware(4, 4, slow, 1600.0).with_price(10.0), Workload(TOKENS, 256, tokens=1e12), fixed=ALONE)
+    found = plan(full, Hardware(4, 4, slow, 1600.0, price=10.0), Workload(TOKENS, 256, tokens=1e12), fixed=ALONE)
     days = found.days()
     assert days is not None
     fewer, same, more = (within(found, share * days, None) for share in (1e3, 1.001, 0.7))

@@ -33,6 +33,18 @@ def test_the_page_of_requests_is_that_of_the_result(bench: Any) -> None:
     assert shown.strip() == bench.published_table(result["published"]).strip()
 
 
+def test_the_result_is_of_this_planner(bench: Any) -> None:
+    """A small request is answered as when the result was made. Seconds within 1 %: another torch may trace other
+    operators."""
+    kept, found = json.loads(bench.RESULTS.read_text(encoding="utf-8"))["watched"], bench.watched()
+    again = "run benchmarks/plan_requests.py, and then with --page"
+    for name in ("layout", "micro_batch", "recomputation", "band"):
+        assert found["pick"][name] == kept["pick"][name], again
+    assert (found["flips"], found["configurations"]) == (kept["flips"], kept["configurations"]), again
+    for (*spread, seconds), (*before, measured) in zip(found["spreads"], kept["spreads"], strict=True):
+        assert spread == before and seconds == pytest.approx(measured, rel=0.01), again
+
+
 def test_picks_of_the_requests_have_no_axis_that_their_error_does_not_justify(bench: Any) -> None:
     """Nothing with fewer axes, or as many and fewer nodes in a partition group, is within the error of the fastest."""
     for answer in json.loads(bench.RESULTS.read_text(encoding="utf-8"))["requests"].values():
