@@ -52,7 +52,7 @@ def test_a_family_trains_like_one_process_on_all_layouts(kind: str) -> None:
     cases = [Case(kind, **layout, steps=5) for layout in LAYOUTS]
     for layout, count, knobs in itertools.product(LAYOUTS, (1, 3), MATRIX):
         cases.append(Case(kind, **layout, micro_batches=count, knobs=knobs))
-    skewed = [Case(f"{few} {kind}", **layout) for few, layout in itertools.product(FEW, LAYOUTS)]
+    skewed = [Case(f"{kind}, to {few}", **layout) for few, layout in itertools.product(FEW, LAYOUTS)]
     assert_like_one_process([*cases, *skewed])
 
 
