@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.core.pipeline.cases import of_all_stages
 from tests.core.tensor_parallel.model_cases import Training, full, loss_of
 from tests.core.tensor_parallel.models import MODELS, TOKENS
 
+STEPS = 3
 KNOBS: dict[str, tuple[Any, ...]] = {
     "activations": ("full", "selective", "every:2", {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}),
     "chunked_cross_entropy": (7,),
@@ -81,53 +83,63 @@ class Drawn(layouts.Run):
 def draw(seed: int) -> Drawn:
     """Draw a training; what it asks for may be refused."""
     seeded = random.Random(seed)
+    # The model.
     family = seeded.choice(DRAWN)
     features = seeded.sample(features_of(family), min(seeded.choice((0, 1, 1, 2)), len(features_of(family))))
-    world = seeded.choice((2, 4, 4, 4, 4, 8))
-    layout = _layout(seeded, world)
-    goes_on_as = _layout(seeded, world) if seeded.random() < 0.2 else None
-    both = [each for each in (layout, goes_on_as) if each is not None]
-    if family in WITH_BIASES:  # in both, as they are one training
-        rate = seeded.choice(((), (("router_bias_update_rate", RATE),)))
-        layout, *others = both = [replace(each, knobs=(*each.knobs, *rate)) for each in both]
-        goes_on_as = others[0] if others else None
+    # Layouts, of before and after a checkpoint; routers' biases are updated in both, as they are one training.
+    world = seeded.choice((2, 2, 4, 4, 4, 4, 4, 4, 8))
+    rate = {"router_bias_update_rate": RATE} if family in WITH_BIASES and seeded.random() < 0.5 else {}
+    both = [_layout(seeded, world, family, features, rate) for _ in range(seeded.choice((1, 1, 1, 1, 2)))]
     if any(each.schedule.startswith("interleaved") for each in both):
         features.append("4 layers")
     tensor = max(each.tensor for each in both)
     per_node = seeded.choice([size for size in (1, 2, 2, 4, 8) if tensor <= size <= world])
+    # Batches.
     data = max(world // (each.stages * each.tensor * each.context) for each in both)
-    parts = seeded.choice([size for size in (1, 2, 4) if size * data <= layouts.SAMPLES])
+    some = (2, 4) if "4 layers" in features else (1, 2, 4)
+    parts = seeded.choice([size for size in some if size * data <= layouts.SAMPLES])
+    is_one_pass = "auxiliary" in features or both[0].context > 1 or len(both) > 1
+    batches = "even" if is_one_pass else seeded.choice(BATCHES)
+    # Steps. An evaluation's auxiliary loss is that of a rank's tokens.
     optimizer = seeded.choice(OPTIMIZERS)
-    is_plain = optimizer != "muon" and not any("frozen" in each or "adapted" in each for each in features)
-    events = [seeded.choice(("", "", *layouts.EVENTS)) for _ in range(layouts.STEPS)]
-    kept = tuple("" if each in ("freeze", "thaw") and not is_plain else each for each in events)
-    batches = "even" if "auxiliary" in features or layout.context > 1 or goes_on_as else seeded.choice(BATCHES)
+    is_frozen = any("frozen" in each or "adapted" in each for each in features)
+    left_out = ["freeze", "thaw"] if is_frozen or optimizer == "muon" else []
+    left_out += ["evaluate"] if "auxiliary" in features else []
+    drawn = [seeded.choice(("", "", *layouts.EVENTS)) for _ in range(STEPS)]
+    events = tuple("" if each in left_out else each for each in drawn)
+    averages = len(both) == 1 and seeded.random() < 0.2
     return Drawn(
-        ", ".join((family, *features)), world, per_node, layout, parts, seeded.choice((1, 1, 2)), kept, goes_on_as,
-        optimizer, seeded.choice(CLIPPED), goes_on_as is None and seeded.random() < 0.2, batches,
+        ", ".join((family, *features)), world, per_node, both[0], parts, seeded.choice((1, 1, 2)), events,
+        both[1] if len(both) > 1 else None, optimizer, seeded.choice(CLIPPED), averages, batches,
     )  # fmt: skip
 
 
-def _layout(seeded: random.Random, world: int) -> Layout:
-    """Degrees whose product divides the world, most of them with expert ranks, and two to four knobs."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= world]
+def _layout(
+    seeded: random.Random, world: int, family: str, features: Sequence[str], knobs: Mapping[str, Any]
+) -> Layout:
+    """Degrees whose product divides the world, most of them with expert ranks, and two to four knobs more."""
+    sizes = [size for size in (2, 4, 8) if size <= world]
     while True:
         stages, tensor, context = (seeded.choice((1, 1, 1, 2)) for _ in range(3))
-        shard = seeded.choice(sizes[1:])
-        if world % (stages * tensor * shard) == 0 and shard % context == 0:
+        shard = seeded.choice(sizes)
+        fits = world % (stages * tensor * shard) == 0 and shard % context == 0
+        if fits and (tensor == 1 or family != "own experts"):  # which no plan splits
             break
     inside = [size for size in (2, 2, 4, 4) if shard % size == 0]
-    knobs: dict[str, Any] = {"expert_parallel_degree": seeded.choice([*inside, "node", "auto"])}
-    knobs |= {name: seeded.choice(KNOBS[name]) for name in seeded.sample(sorted(KNOBS), seeded.choice((2, 2, 3, 4)))}
+    names = seeded.sample(sorted(KNOBS), seeded.choice((2, 2, 3, 4)))
+    more = {name: seeded.choice(KNOBS[name]) for name in names}
+    degree = {"expert_parallel_degree": seeded.choice([*inside, "node", "auto"])}
+    asked: dict[str, Any] = {**degree, **knobs, **more}
     if seeded.random() < 0.1:
         name = seeded.choice(sorted(RARE))
-        knobs[name] = seeded.choice(RARE[name])
-    if knobs.get("optimizer_shard") == "world" and knobs.get("state_offload") == "all":
-        knobs["state_offload"] = "optimizer"
-    if tensor > 1 and seeded.random() < 0.3:
-        knobs["tensor_parallel"] = {"sequence_parallel": False}
+        asked[name] = seeded.choice(RARE[name])
+    if asked.get("optimizer_shard") == "world" and asked.get("state_offload") == "all":
+        asked["state_offload"] = "optimizer"
+    has_hooks = any(each.startswith("to ") for each in features)  # which see all tokens
+    if tensor > 1 and (has_hooks or seeded.random() < 0.3):
+        asked["tensor_parallel"] = {"sequence_parallel": False}
     schedule = seeded.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
-    return Layout(stages, tensor, context, shard, schedule, tuple(knobs.items()))
+    return Layout(stages, tensor, context, shard, schedule, tuple(asked.items()))
 
 
 def optimizer_of(run: Drawn, model: nn.Module) -> torch.optim.Optimizer:
@@ -186,9 +198,10 @@ class Together(layouts.Trainer):
         biases = {name: each for name, each in self.model.named_buffers() if name.endswith(BIAS)}
         found |= of_all_stages(self.parallel, biases) if self.parallel.pipeline else biases
         if self.average is not None:
-            averages = self.average.weights()
-            of_parameters = {name: full(averages[name]) for name in found if name in averages}
-            found |= {f"average of {name}": each for name, each in of_parameters.items() if not name.endswith(BIAS)}
+            named = dict(self.model.named_parameters())
+            averages = {name: each for name, each in self.average.weights().items() if name in named}
+            whole = of_all_stages(self.parallel, averages) if self.parallel.pipeline else averages
+            found |= {f"average of {name}": full(each) for name, each in whole.items()}
         return found
 
 
@@ -205,13 +218,13 @@ class Alone(layouts.Alone):
             self.average = AveragedModel(self.model)
         self.chosen: dict[Any, list[torch.Tensor]] = {}
         if "router_bias_update_rate" in dict(run.layout.knobs):
-            for gate in [module for module in self.model.modules() if hasattr(module, BIAS)]:
-                self.chosen[gate] = []
-                gate.register_forward_hook(self._note)
+            for block in list(self.model.modules()):
+                if hasattr(getattr(block, "gate", None), BIAS):
+                    block.experts.register_forward_pre_hook(functools.partial(self._note, block.gate))
 
-    def _note(self, gate: Any, _: Any, output: Any) -> None:
+    def _note(self, gate: Any, _: Any, args: tuple[torch.Tensor, ...]) -> None:
         if torch.is_grad_enabled():
-            self.chosen[gate].append(output[2])
+            self.chosen.setdefault(gate, []).append(args[1])
 
     def backward(self, tokens: torch.Tensor) -> float:
         run, total = self.run, 0.0
@@ -261,7 +274,7 @@ def outcome(run: Drawn, folder: Path) -> str:
     except ValueError as error:
         said = str(error)
         asked = [name for each in (run.layout, run.goes_on_as) if each is not None for name, _ in each.knobs]
-        names = any(name in said for name in (*asked, "shard_degree", *DEGREES.values()))
+        names = any(name in said for name in (*asked, "shard_degree", "tensor_parallel", "pipeline", *DEGREES.values()))
         return f"refused: {said}" if names else f"refused without a knob: {said}"
     seen = layouts.train(trainer, run, folder)
     expected: list[Training | None] = [layouts.train(Alone(run), run) if dist.get_rank() == 0 else None]

@@ -290,7 +290,8 @@ def freeze(model: nn.Module, trainable: bool) -> None:
 
 def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
     seen = Training()
-    for number, micro in enumerate(batches(run.windows, STEPS)):
+    steps = len(run.events)
+    for number, micro in enumerate(batches(run.windows, steps)):
         event = run.events[number]
         if event in ("freeze", "thaw"):
             freeze(trainer.model, event == "thaw")
@@ -302,7 +303,7 @@ def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
                 trainer.abandon()
             seen.losses += [trainer.backward(tokens) for tokens in micro]
         seen.norms.append(trainer.step())
-        if folder is not None and run.goes_on_as is not None and number == STEPS // 2 - 1:
+        if folder is not None and run.goes_on_as is not None and number == steps // 2 - 1:
             trainer.save(folder)
             frozen = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
             trainer = type(trainer)(run, run.goes_on_as)
