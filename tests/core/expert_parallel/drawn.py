@@ -52,7 +52,6 @@ RARE: dict[str, tuple[Any, ...]] = {
     "collectives": ({"hierarchical": True}, {"symmetric_memory": True}),
     "compile": ({"backend": "eager"},),
     "expert_parallel_degree": (1, 3, 8),
-    "fp8": ({"exclude": ["*"]},),
     "router_balance": ("global",),
     "units": ({"optional": ["*.experts"]},),
 }
@@ -86,10 +85,13 @@ def draw(seed: int) -> Drawn:
     # The model.
     family = seeded.choice(DRAWN)
     features = seeded.sample(features_of(family), min(seeded.choice((0, 1, 1, 2)), len(features_of(family))))
+    if "frozen others" in features:
+        features = [each for each in features if each != "frozen experts"]  # something has to train
+    optimizer = seeded.choice(OPTIMIZERS)
     # Layouts, of before and after a checkpoint; routers' biases are updated in both, as they are one training.
     world = seeded.choice((2, 2, 4, 4, 4, 4, 4, 4, 8))
     rate = {"router_bias_update_rate": RATE} if family in WITH_BIASES and seeded.random() < 0.5 else {}
-    both = [_layout(seeded, world, family, features, rate) for _ in range(seeded.choice((1, 1, 1, 1, 2)))]
+    both = [_layout(seeded, world, family, features, rate, optimizer) for _ in range(seeded.choice((1, 1, 1, 1, 2)))]
     if any(each.schedule.startswith("interleaved") for each in both):
         features.append("4 layers")
     tensor = max(each.tensor for each in both)
@@ -101,7 +103,6 @@ def draw(seed: int) -> Drawn:
     is_one_pass = "auxiliary" in features or both[0].context > 1 or len(both) > 1
     batches = "even" if is_one_pass else seeded.choice(BATCHES)
     # Steps. An evaluation's auxiliary loss is that of a rank's tokens.
-    optimizer = seeded.choice(OPTIMIZERS)
     is_frozen = any("frozen" in each or "adapted" in each for each in features)
     left_out = ["freeze", "thaw"] if is_frozen or optimizer == "muon" else []
     left_out += ["evaluate"] if "auxiliary" in features else []
@@ -115,7 +116,7 @@ def draw(seed: int) -> Drawn:
 
 
 def _layout(
-    seeded: random.Random, world: int, family: str, features: Sequence[str], knobs: Mapping[str, Any]
+    seeded: random.Random, world: int, family: str, features: Sequence[str], knobs: Mapping[str, Any], optimizer: str
 ) -> Layout:
     """Degrees whose product divides the world, most of them with expert ranks, and two to four knobs more."""
     sizes = [size for size in (2, 4, 8) if size <= world]
@@ -133,6 +134,8 @@ def _layout(
     if seeded.random() < 0.1:
         name = seeded.choice(sorted(RARE))
         asked[name] = seeded.choice(RARE[name])
+    if optimizer == "muon":  # refused of others' parts, and of the host's
+        asked = {name: value for name, value in asked.items() if name not in ("optimizer_shard", "state_offload")}
     if asked.get("optimizer_shard") == "world" and asked.get("state_offload") == "all":
         asked["state_offload"] = "optimizer"
     has_hooks = any(each.startswith("to ") for each in features)  # which see all tokens
@@ -195,8 +198,10 @@ class Together(layouts.Trainer):
 
     def weights(self) -> dict[str, torch.Tensor]:
         found = super().weights()
-        biases = {name: each for name, each in self.model.named_buffers() if name.endswith(BIAS)}
-        found |= of_all_stages(self.parallel, biases) if self.parallel.pipeline else biases
+        biases = [name for name, _ in self.model.named_buffers() if name.endswith(BIAS)]
+        if biases:  # averages have those of all stages
+            of_all = ShardedAverage(self.parallel).weights()
+            found |= {name: of_all[name] for name in biases}
         if self.average is not None:
             named = dict(self.model.named_parameters())
             averages = {name: each for name, each in self.average.weights().items() if name in named}

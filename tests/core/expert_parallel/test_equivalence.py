@@ -137,6 +137,22 @@ def test_adapters_of_experts_train_like_one_process() -> None:
     assert_like_one_process([*cases, Case("adapted, one expert takes all", **LAYOUTS[2])])
 
 
+def left_with_their_layers() -> tuple[list[list[str]], list[str], str]:
+    """What is further off than 1e-12 from one process, the units of experts, and why there are none."""
+    case = Case("adapted experts", 2, "auto")
+    parallel = case.parallel()
+    units = [unit.name for unit in parallel.units if "experts" in unit.name]
+    return problems([case]), units, parallel.config.why("expert_parallel_degree")
+
+
+def test_experts_that_auto_leaves_with_their_layers_are_no_units() -> None:
+    """1e-12, as above. On nodes of one rank; adapters of experts cannot be told from outside of a unit of theirs."""
+    pytest.importorskip("peft")
+    for found, units, why in run_ranks(left_with_their_layers, 2, ranks_per_node=1):
+        assert (found, units) == ([[]], [])
+        assert "the most that divide" in why
+
+
 @pytest.mark.slow
 def test_adapters_of_experts_train_like_one_process_beside_other_knobs() -> None:
     """1e-12, as above; also in one hop, where tokens go between nodes."""
