@@ -75,9 +75,6 @@ class Drawn(layouts.Run):
         layout = self.layout
         return self.world // (layout.stages * layout.tensor * layout.context)
 
-    def has(self, feature: str) -> bool:
-        return feature in self.kind.split(", ")
-
 
 def draw(seed: int) -> Drawn:
     """Draw a training; what it asks for may be refused."""
@@ -91,7 +88,8 @@ def draw(seed: int) -> Drawn:
     # Layouts, of before and after a checkpoint; routers' biases are updated in both, as they are one training.
     world = seeded.choice((2, 2, 4, 4, 4, 4, 4, 4, 8))
     rate = {"router_bias_update_rate": RATE} if family in WITH_BIASES and seeded.random() < 0.5 else {}
-    both = [_layout(seeded, world, family, features, rate, optimizer) for _ in range(seeded.choice((1, 1, 1, 1, 2)))]
+    count = 1 if "auxiliary" in features else seeded.choice((1, 1, 1, 1, 2))  # which is of one layout's micro-batches
+    both = [_layout(seeded, world, family, features, rate, optimizer) for _ in range(count)]
     if any(each.schedule.startswith("interleaved") for each in both):
         features.append("4 layers")
     tensor = max(each.tensor for each in both)
