@@ -91,15 +91,21 @@ def parallelize(
         asked = _planned(model, asked, observe, RunningStep(device, entry, precision, accumulated, tuple(optimizers)))
 
     # Decide, and agree.
+    def decided(asked: SmpConfig) -> Plan:
+        shapes = _shapes_of(model, asked, entry)
+        if asked.shard_degree == "auto":
+            return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
+        return decide(shapes, asked, observe(), precision=precision)
+
     def settle() -> Plan:
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
-        shapes = _shapes_of(model, asked, entry)
-        if asked.shard_degree == "auto":
-            plan = decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
-        else:
-            plan = decide(shapes, asked, observe(), precision=precision)
+        plan = decided(asked)
+        degree = "expert_parallel_degree"
+        if getattr(asked, degree) == "auto" and getattr(plan.knobs, degree) == 1 and plan.shapes.experts:
+            # Experts that stay with their layers are no units.
+            plan = decided(asked.with_resolved(degree, 1, plan.knobs.why(degree)))
         if plan.stages is not None:
             rehearse(model, plan.stages)
         return plan

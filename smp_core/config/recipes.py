@@ -300,7 +300,7 @@ class Collectives(Recipe):
             which units are registered. Integer >= 0, or "auto" (default; by the links that SMP_LINKS names, otherwise
             0: on CPU none, elsewhere as far as streams overlap).
         backward_prefetch: How many units ahead gathers are started in backward. Integer >= 1, or "auto" (default; by
-            the links that SMP_LINKS names, otherwise 1).
+            the links that SMP_LINKS names, otherwise 1; at least 2 with expert ranks, where a layer is two units).
         reduce_scatter_buffers: How many units' gradients may be in flight inside the partition group; more take memory
             and let backward go on where reductions are slower than it. CUDA and torch >= 2.13. Integer >= 1, or "auto"
             (default; by the links that SMP_LINKS names, otherwise 1).

@@ -10,7 +10,7 @@ from smp_core.cluster import PARTITION
 from smp_core.config import Clash
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
 
-KNOB = "expert_parallel_degree"
+KNOB, AHEAD = "expert_parallel_degree", "collectives.backward_prefetch"
 
 
 _CAME_SHARDED: Clash[ModelDraft] = Clash(
@@ -60,6 +60,7 @@ class ExpertParallelism(Subject):
         if asked == "auto":
             against = _apart(self, draft) or problem or _uneven(draft, inside)
             draft.settle(KNOB, 1 if against else inside, against or most)
+            _gather_a_layer_ahead(draft)
             return
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
@@ -81,6 +82,7 @@ class ExpertParallelism(Subject):
                 f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
                 "tokens travel between nodes in every layer"
             )
+        _gather_a_layer_ahead(draft)
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return a line about the ranks that divide experts."""
@@ -121,6 +123,16 @@ class RouterBalance(Subject):
 
 
 ROUTER_BALANCE = RouterBalance()
+
+
+def _gather_a_layer_ahead(draft: ModelDraft) -> None:
+    """Let backward gather the layer before with its experts while a layer's experts compute, as it does where a layer
+    is one unit. Chunks of interleaved schedules do not run in the order of their layers."""
+    knobs = draft.knobs
+    is_in_order = knobs.pipeline_parallel_degree == 1 or "interleaved" not in knobs.pipeline.schedule
+    is_left_to_us = knobs.asked(AHEAD) == "auto" and knobs.collectives.backward_prefetch == 1
+    if knobs.expert_parallel_degree != 1 and is_in_order and is_left_to_us:
+        draft.settle(AHEAD, 2, f"{KNOB}: a layer is two units, its experts and the rest")
 
 
 def _allowed(draft: ModelDraft) -> list[int]:

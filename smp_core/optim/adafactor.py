@@ -236,8 +236,8 @@ def _group_of_rows(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     if parameter.placements != (Shard(0),):
         raise ValueError(
             f"Adafactor steps parameters that are sharded by rows, and one {list(parameter.shape)} is "
-            f"{parameter.placements} (layers over tensor ranks, experts that ranks divide); use torch.optim.AdamW or "
-            "smp_core.optim.AdamW8bit"
+            f"{parameter.placements}: layers over tensor ranks (write tensor_parallel_degree=1), or experts that ranks "
+            "divide (write expert_parallel_degree=1); use torch.optim.AdamW or smp_core.optim.AdamW8bit beside them"
         )
     group: dist.ProcessGroup = parameter.device_mesh.get_group()
     return group

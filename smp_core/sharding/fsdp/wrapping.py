@@ -139,15 +139,24 @@ def _groups_of_the_run(device: torch.device) -> Iterator[None]:
 
 def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
     """Gather ahead of use: in forward the next ``forward`` units in the order in which they are registered (0: FSDP2's
-    own, which overlaps by streams only), in backward the ``backward`` before (1: FSDP2's own, by the order in which
-    they ran)."""
+    own, which overlaps by streams only), in backward the ``backward`` whose forward ended before (1: FSDP2's own, by
+    the order in which they ran). A unit inside another one ends before it."""
     for root in _roots(model):
         units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
-        for place, unit in enumerate(units):
-            if forward:
+        if forward:
+            for place, unit in enumerate(units):
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
-            if backward > 1:
-                unit.set_modules_to_backward_prefetch(units[max(place - backward, 0) : place][::-1])
+        ended = list(dict.fromkeys(_as_forwards_end(root)))  # type: ignore[arg-type]
+        if backward > 1:
+            for place, unit in enumerate(ended):
+                unit.set_modules_to_backward_prefetch(ended[max(place - backward, 0) : place][::-1])
+
+
+def _as_forwards_end(module: nn.Module) -> Iterator[FSDPModule]:
+    for child in module.children():
+        yield from _as_forwards_end(child)
+    if isinstance(module, FSDPModule):
+        yield module
 
 
 def _roots(model: nn.Module) -> Iterable[FSDPModule]:

@@ -54,7 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _family(kind: str, **sizes: Any) -> nn.Module:
-    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS, **FAMILIES[kind], **sizes}
+    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS}
+    known |= {**{**FAMILIES, **FURTHER}[kind], **sizes}
     config = getattr(transformers, f"{kind}Config")(**known)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -65,9 +66,8 @@ def _family(kind: str, **sizes: Any) -> nn.Module:
     return model
 
 
-def _to_few(kind: str, chosen: list[int]) -> nn.Module:
-    """A family whose tokens all go to these experts, so that the ranks of others get none."""
-    model = _family(kind)
+def _to_few(model: nn.Module, chosen: list[int]) -> nn.Module:
+    """A model whose tokens all go to these experts, so that the ranks of others get none."""
     for module in model.modules():
         if hasattr(module, "num_experts") and any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(functools.partial(_choose, chosen))
@@ -78,7 +78,7 @@ def _choose(few: list[int], _: nn.Module, args: tuple[torch.Tensor, ...]) -> tup
     if len(args) != 3:  # a router
         return None
     hidden, chosen, weights = args
-    return hidden, torch.tensor(few).expand(chosen.shape), weights
+    return hidden, torch.tensor(few[: chosen.shape[-1]]).expand(chosen.shape), weights
 
 
 class OwnExperts(nn.Module):
@@ -177,14 +177,93 @@ def _wide() -> nn.Module:
     return _family("Qwen3Moe", moe_intermediate_size=32)
 
 
+# What is drawn: families besides those above, and what is unusual about a model.
+_QWEN2 = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+_DOTS = {**_GLM, "first_k_dense_replace": 0}
+_ERNIE = {
+    "moe_num_experts": EXPERTS, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 0,
+}  # fmt: skip
+FURTHER: dict[str, dict[str, Any]] = {
+    "Qwen2Moe": _QWEN2,
+    "GraniteMoeShared": {"num_local_experts": EXPERTS, "shared_intermediate_size": 24},
+    "FlexOlmo": {"num_experts": EXPERTS},
+    "Dots1": _DOTS,
+    "Ernie4_5_Moe": _ERNIE,
+    "MiniMaxM2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 8},
+}
+DRAWN = (*FAMILIES, *FURTHER, "own experts")
+WITH_LOSS = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss", "GraniteMoe", "Phimoe", "Qwen2Moe", "FlexOlmo", "MiniMaxM2")
+WITH_BIASES = ("DeepseekV3", "Glm4Moe", "Dots1")
+WITH_ADAPTERS = ("Mixtral", "Qwen3Moe", "Olmoe", "DeepseekV3", "Qwen2Moe", "Dots1")
+
+
+def features_of(family: str) -> list[str]:
+    """What may be unusual about a model of a family."""
+    if family == "own experts":
+        return ["to one", "frozen router", "frozen experts", "shared module", "shared matrices"]
+    found = ["to one", "to two", "frozen router", "frozen experts", "frozen others", "tied", "one choice", "8 experts"]
+    if family in WITH_LOSS:
+        found.append("auxiliary")
+    if family in WITH_ADAPTERS:
+        found += ["adapted", "adapted experts"]
+    return found
+
+
+def featured(kind: str) -> nn.Module:
+    """A family's model with the features behind its name: "Mixtral, tied, to one"."""
+    family, *features = kind.split(", ")
+    model: Any = _own_with(features) if family == "own experts" else _family_with(family, features)
+    for name, parameter in model.named_parameters():
+        is_expert = ".experts." in name and "shared_expert" not in name
+        is_router = any(part in name for part in ("gate.weight", "router"))
+        of_feature = {"frozen experts": is_expert, "frozen router": is_router, "frozen others": not is_expert}
+        if any(of_feature.get(feature, False) for feature in features):
+            parameter.requires_grad_(False)
+    if "adapted" in features or "adapted experts" in features:
+        import peft
+
+        targets = ["experts.gate_up_proj", "experts.down_proj"] if "adapted experts" in features else []
+        config = peft.LoraConfig(
+            r=4, lora_alpha=8, init_lora_weights=False, target_modules=["o_proj"], target_parameters=targets
+        )
+        model = peft.get_peft_model(model, config)
+    return model
+
+
+def _own_with(features: list[str]) -> nn.Module:
+    model = OwnModel(to_one="to one" in features)
+    first, second = model.blocks[0].experts, model.blocks[1].experts
+    if "shared matrices" in features:
+        second.matrices = first.matrices  # type: ignore[union-attr]
+    if "shared module" in features:
+        model.blocks[1].experts = first  # type: ignore[union-attr]
+    return model
+
+
+def _family_with(family: str, features: list[str]) -> nn.Module:
+    sizes: dict[str, Any] = {"tie_word_embeddings": "tied" in features}
+    known = {**FAMILIES, **FURTHER}[family]
+    if "8 experts" in features:
+        sizes |= {name: 2 * EXPERTS for name, value in known.items() if value == EXPERTS and "experts" in name}
+    if "one choice" in features:
+        sizes["moe_k" if "moe_k" in known else "num_experts_per_tok"] = 1
+    if "4 layers" in features:
+        kinds = {"layer_types": 2 * known["layer_types"]} if "layer_types" in known else {}
+        sizes |= {"num_hidden_layers": 4, **kinds}
+    model: Any = balanced(family, **sizes) if "auxiliary" in features else _family(family, **sizes)
+    few = [FEW[name] for name in ("one", "two") if f"to {name}" in features]
+    return _to_few(model, few[0]) if few else model
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
     "own experts": OwnModel,
     "one expert takes all": functools.partial(OwnModel, to_one=True),
     "frozen words": _frozen_words,
 }
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-FEW = {"one expert takes all of": [0, 0], "two experts take all of": [0, 1]}
-SKEWED = {f"{name} {kind}": functools.partial(_to_few, kind, few) for name, few in FEW.items() for kind in FAMILIES}
+FEW = {"one": [0, 0], "two": [0, 1]}
+SKEWED = {f"{kind}, to {name}": functools.partial(featured, f"{kind}, to {name}") for name in FEW for kind in FAMILIES}
 ADAPTED = {
     "adapted": functools.partial(adapted, ["q_proj", "v_proj"], []),
     "adapted experts": functools.partial(adapted, ["q_proj"], FUSED),

@@ -97,3 +97,22 @@ def test_in_one_hop_a_token_crosses_for_each_expert() -> None:
         expected = in_one_hop(rank, 4, seen["choices"])
         for kind, total in expected.items():
             assert sum(bytes_of(seen, kind).values()) == total
+
+
+def issued(case: Case) -> list[str]:
+    """The gathers and reductions of a backward pass in words, in order."""
+    parallel = case.parallel()
+    tokens = batches(1, 1)[0, 0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+    with parallel.window.accumulate(), Wide():
+        loss_of(parallel.module, tokens).backward()
+    told = [parallel.traffic.issued.describe(number) for number in parallel.traffic.issued.numbers]
+    parallel.window.abandon()
+    return [each.removesuffix(" in backward") for each in told if each.endswith(" in backward")]
+
+
+def test_backward_gathers_the_experts_of_the_layer_before_while_experts_compute() -> None:
+    for told in run_ranks(issued, 4, Case("Mixtral", 4, 2), ranks_per_node=2):
+        first, last = ("'model.layers.0.mlp.experts'", "'model.layers.1.mlp.experts'")
+        assert told.index(f"all_gather of {first}") < told.index(f"reduce_scatter of {last}"), told
+        assert told.index(f"all_gather of {last}") < told.index(f"all_gather of {first}"), told
+        assert len(set(told)) == len(told), "each unit is gathered and reduced once"

@@ -73,6 +73,23 @@ def test_degrees_are_settled(asked: Any, knobs: dict[str, Any], degree: int) -> 
     assert plan.knobs.expert_parallel_degree == degree
 
 
+@pytest.mark.parametrize(
+    ("knobs", "ahead"),
+    [
+        ({"expert_parallel_degree": 1}, 1),
+        ({"expert_parallel_degree": "auto"}, 2),
+        ({"expert_parallel_degree": 2}, 2),
+        ({"expert_parallel_degree": 2, "collectives": {"backward_prefetch": 1}}, 1),
+        ({"expert_parallel_degree": 2, "collectives": {"backward_prefetch": 3}}, 3),
+    ],
+)
+def test_backward_gathers_a_layer_ahead_which_is_two_units(knobs: dict[str, Any], ahead: int) -> None:
+    config = plan_of(OwnModel(), **knobs).knobs
+    assert config.collectives.backward_prefetch == ahead
+    asked = "collectives" in knobs or ahead == 1
+    assert asked or "a layer is two units" in config.why("collectives.backward_prefetch")
+
+
 def test_a_model_without_experts_is_one_for_auto_and_refused_otherwise() -> None:
     plain = nn.Sequential(nn.Linear(4, 4))
     assert plan_of(plain, expert_parallel_degree="auto").knobs.expert_parallel_degree == 1

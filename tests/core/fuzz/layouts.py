@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.replaced_attention import enabled, part_of_mean
 from smp_core.entry import parallelize
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.tensor_parallel.roles import transformers_model
-from tests.core.pipeline.cases import example_of, next_tokens, of_all_stages
+from tests.core.pipeline.cases import example_of, next_tokens, of_all_stages, pair_loss
 from tests.core.tensor_parallel.model_cases import (
     Training,
     Wide,
@@ -145,11 +144,6 @@ def config_of(run: Run, layout: Layout) -> SmpConfig:
     return SmpConfig(**knobs)
 
 
-def pair_loss(model: Any, split: SplitBatch) -> torch.Tensor:
-    tokens, targets = split.batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
 class Trainer:
     """The model over ranks with its optimizer, and what both sides do with them."""
 
@@ -162,8 +156,14 @@ class Trainer:
         example_of(transformers_model(model) or model, keeps_loss)
         self.parallel = parallelize(model, config_of(run, layout))
         self.model = self.parallel.module
-        self.optimizer = optimizer_of(self.model)
+        self.optimizer = self.make_optimizer()
         self.parallel.prepare_optimizer(self.optimizer)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.model)
+
+    def loss(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, tokens)
 
     def backward(self, tokens: torch.Tensor) -> float:
         """Take one batch forward and backward; the window stays open."""
@@ -173,7 +173,7 @@ class Trainer:
             splits = [parallel.context.split((part, next_tokens(part))) for part in made]
             calls = [lambda split=split: parallel.run_as_forward(pair_loss, self.model, split) for split in splits]
         else:
-            calls = [lambda part=part: parallel.run_as_forward(loss_of, self.model, part) for part in made]
+            calls = [lambda part=part: parallel.run_as_forward(self.loss, self.model, part) for part in made]
 
         def within(number: int) -> Any:
             return nullcontext() if parallel.context is None else enabled(splits[number])
@@ -189,7 +189,8 @@ class Trainer:
                         (part_of_mean(loss) * scale).backward()
                     losses.append(loss)
         if parallel.context is not None:
-            losses = [loss * split.weight for loss, split in zip(losses, splits, strict=False)]
+            pairs = zip(losses, splits, strict=False)
+            losses = [loss if split.weighted else loss * split.weight for loss, split in pairs]
         return self._mean(torch.stack([loss.detach() for loss in losses]).mean() if losses else None)
 
     def evaluate(self, tokens: torch.Tensor) -> float:
@@ -216,10 +217,13 @@ class Trainer:
 
     def step(self) -> float:
         self.parallel.window.close()
-        norm = float(self.parallel.clip_grad_norm_(0.5))
+        norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def clip(self) -> float:
+        return float(self.parallel.clip_grad_norm_(0.5))
 
     def abandon(self) -> None:
         self.parallel.window.abandon()
@@ -286,7 +290,8 @@ def freeze(model: nn.Module, trainable: bool) -> None:
 
 def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
     seen = Training()
-    for number, micro in enumerate(batches(run.windows, STEPS)):
+    steps = len(run.events)
+    for number, micro in enumerate(batches(run.windows, steps)):
         event = run.events[number]
         if event in ("freeze", "thaw"):
             freeze(trainer.model, event == "thaw")
@@ -298,10 +303,10 @@ def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
                 trainer.abandon()
             seen.losses += [trainer.backward(tokens) for tokens in micro]
         seen.norms.append(trainer.step())
-        if folder is not None and run.goes_on_as is not None and number == STEPS // 2 - 1:
+        if folder is not None and run.goes_on_as is not None and number == steps // 2 - 1:
             trainer.save(folder)
             frozen = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
-            trainer = Trainer(run, run.goes_on_as)
+            trainer = type(trainer)(run, run.goes_on_as)
             trainer.load(folder)
             for name, parameter in trainer.model.named_parameters():
                 parameter.requires_grad_(name not in frozen)
