@@ -113,8 +113,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         nodes = max(1, started.world_size // here)
         raise ValueError(
             f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}), but the launcher has started {here} "
-            f"processes on this node and {started.world_size} in all; write Trainer(devices={here}, num_nodes={nodes}). "
-            "Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
+            f"processes on this node and {started.world_size} in all; write Trainer(devices={here}, "
+            f"num_nodes={nodes}). Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
         )
 
     def set_world_ranks(self) -> None:
