@@ -440,6 +440,9 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
     many = [name for name, value in off.items() if value > limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"
     words = f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
+    others = [name for name in many if name != worst]
+    if others:
+        words += f"; {_names(others)} differ as well"
     found.note(
         Row("logged numbers", shown, off[worst], limit, not many), Part(len(alone.norms), "metrics", worst, words)
     )
