@@ -252,6 +252,7 @@ class _Recording:
                 self._latest = (name, sample_hashes(seen))
                 self._samples.setdefault(name, []).extend(self._latest[1])
                 self._sync(number)
+                self.recorder.begins_batch()
                 yield seen
 
         return iterate

@@ -98,7 +98,8 @@ class ProcessGroupStrategy(ParallelStrategy):
     def _require_a_device_for_each_process(self) -> None:
         """Refuse other numbers of devices than torchrun has started processes on a node, on all of them alike.
 
-        Lightning compares the product with the world's size: 2 devices on 2 nodes pass where one node has 4 processes.
+        Lightning does not compare them under torchrun: too few devices end in an IndexError, too many train on fewer
+        ranks than the script counts with.
 
         Raises:
             ValueError: with both numbers and what to write.
@@ -113,8 +114,9 @@ class ProcessGroupStrategy(ParallelStrategy):
         nodes = max(1, started.world_size // here)
         raise ValueError(
             f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}), but the launcher has started {here} "
-            f"processes on this node and {started.world_size} in all; write Trainer(devices={here}, num_nodes={nodes}). "
-            "Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
+            f"processes on this node and {started.world_size} in all; write Trainer(devices={here}, "
+            f"num_nodes={nodes}), or start {self.num_processes} a node (torchrun --nproc-per-node "
+            f"{self.num_processes}). Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
         )
 
     def set_world_ranks(self) -> None:

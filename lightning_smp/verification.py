@@ -192,13 +192,21 @@ class RecordingCallback(Callback):
 
 
 def _logged(trainer: Trainer) -> dict[str, float]:
-    """Return what the module has logged up to here, each name as it would be at an epoch's end. Collective."""
+    """Return what the module has logged up to here, each name as it would be at an epoch's end. Collective.
+
+    Without the step values of torchmetrics' objects: those are each rank's own, unless ``dist_sync_on_step`` is set;
+    only the value of an epoch is reduced.
+    """
     results = trainer._results
     if results is None:
         return {}
+    of_a_rank = set()
+    for result in results.values():
+        if not result.is_tensor and result.meta.on_step and not result.value.dist_sync_on_step:
+            of_a_rank.add(f"{result.meta.name}_step" if result.meta.on_epoch else result.meta.name)
     found: Mapping[str, torch.Tensor] = {**results.metrics(on_step=True)["callback"]}
     found = {**found, **results.metrics(on_step=False)["callback"]}
-    return {name: float(value) for name, value in found.items() if value.numel() == 1}
+    return {name: float(value) for name, value in found.items() if value.numel() == 1 and name not in of_a_rank}
 
 
 def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:

@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_core.torch_facts import clean_name
 
+STEP = "the training step"
+"""The name under which random numbers are noted that no module's forward has drawn."""
+
 Place = tuple[str, str, int, int]
 """Whether into a module or out of it, the module's name, the number of its call, and of the tensor there."""
 
@@ -55,7 +58,7 @@ class Activations:
 
     Attributes:
         events: in the order in which they came.
-        draws: modules in whose own forward random numbers were drawn, children aside.
+        draws: modules in whose own forward random numbers were drawn, children aside; and ``STEP``.
         is_open: whether calls count; closed during backward, where forwards are repeated.
     """
 
@@ -66,6 +69,7 @@ class Activations:
         self._calls: Counter[str] = Counter()
         self._stack: list[tuple[str, int, torch.Tensor]] = []
         self._drew: set[str] = set()
+        self._outside: torch.Tensor | None = None  # the random state that code outside of modules has begun with
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             own = clean_name(name)
@@ -80,10 +84,27 @@ class Activations:
             hook.remove()
         self._hooks.clear()
 
+    def begin_batch(self) -> None:
+        """Look at the code around modules from here on; what reads batches draws numbers of its own before."""
+        self._outside = torch.get_rng_state()
+
+    def end_forward(self) -> None:
+        """Close the look: backward begins."""
+        self._look_outside()
+        self._outside, self.is_open = None, False
+
+    def _look_outside(self) -> None:
+        if self._outside is None or torch.equal(self._outside, torch.get_rng_state()):
+            return
+        if STEP not in self.draws:
+            self.draws.append(STEP)
+
     def _before(self, name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             if not self._counts(module):
                 return
+            if not self._stack:
+                self._look_outside()
             call = self._calls[name]
             self._calls[name] += 1
             self._note("into", name, call, [*args, *kwargs.values()])
@@ -101,6 +122,8 @@ class Activations:
                 if not any(child.startswith(inside) for child in self._drew):
                     self.draws.append(name)
                 self._drew.add(name)
+            if not self._stack and self._outside is not None:
+                self._outside = torch.get_rng_state()
             self._note("out of", name, call, output)
 
         return behind

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from smp_core.verify.activations import STEP
 from smp_core.verify.compare import Comparison, Part, gradient_differences, losses_of, norm, updates
 from smp_core.verify.recorder import Record
 
@@ -79,8 +80,10 @@ def _of_activations(found: Comparison, part: Part, ranks: Sequence[Record], alon
             "Trainer(sync_batchnorm=True) or convert_sync_batchnorm, or a norm without batch statistics"
         )
     # Random numbers come first: nothing else can be judged while they differ.
-    draws = {drawn for record in (*ranks, alone) for drawn in record.draws}
-    if any(_is_around(drawn, name) for drawn in draws):
+    draws = _draws(ranks, alone)
+    if STEP in draws:
+        yield _DRAWN_IN_THE_STEP
+    if any(_is_around(drawn, name) for drawn in draws - {STEP}):
         yield (
             f"random numbers: {name} draws them in its forward (dropout that is still on, noise, masks), and ranks "
             "draw others than one process; numbers can agree only without"
@@ -105,6 +108,17 @@ def _of_activations(found: Comparison, part: Part, ranks: Sequence[Record], alon
     yield f"rank-dependent code in the forward of {name or 'the model'}"
 
 
+_DRAWN_IN_THE_STEP = (
+    "random numbers: the training step draws them outside of modules (noise, timesteps, masks), and ranks draw others "
+    "than one process; to compare, draw them where the data are made (Dataset, collate_fn), so that they belong to a "
+    "sample"
+)
+
+
+def _draws(ranks: Sequence[Record], alone: Record) -> set[str]:
+    return {drawn for record in (*ranks, alone) for drawn in record.draws}
+
+
 def _is_around(drawn: str, name: str) -> bool:
     return drawn == name or name.startswith(f"{drawn}.") or drawn.startswith(f"{name}.") or name == ""
 
@@ -115,6 +129,9 @@ def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Reco
     factor = theirs / ours if ours else math.inf
     size = ranks[0].data_size * ranks[0].facts.get("degrees", {}).get("context", 1)
     if part.step == 1:
+        # What the loss itself draws is in no activation.
+        if STEP in _draws(ranks, alone):
+            yield _DRAWN_IN_THE_STEP
         if size > 1 and _near(factor, size):
             yield (
                 f"wrong divisor: the loss is a sum over samples or tokens, and the mean over {size} ranks is 1/{size} "
@@ -232,7 +249,10 @@ def _of_buffers(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
 def _of_metrics(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
     ours, theirs = ranks[0].metrics[part.where], alone.metrics[part.where]
     factor = ours / theirs if theirs else math.inf
-    if _is_simple(factor) and not _near(factor, 1.0):
+    # What was reduced is the same on all ranks; one rank's share may be a simple part of it by chance.
+    values = [record.metrics[part.where] for record in ranks if part.where in record.metrics]
+    is_reduced = all(_near(value, ours) for value in values)
+    if is_reduced and _is_simple(factor) and not _near(factor, 1.0):
         yield (
             f"a metric that sums: {part.where} is {factor:.4g} times that of one process; it is added up over ranks "
             "that hold copies, or summed where a mean is meant (or the other way round)"

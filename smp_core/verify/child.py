@@ -5,6 +5,7 @@ The recorders of the faces are put in place when their frameworks have been impo
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -14,7 +15,7 @@ import pickle
 import random
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,25 @@ def _stay_in_float64() -> None:
         return own_to(tensor, *args, **kwargs)
 
     torch.Tensor.float, torch.Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
+    for place in (torch, torch.Tensor, torch.nn.functional):
+        for name in _WITH_DTYPE:
+            if hasattr(place, name):
+                setattr(place, name, _keeping_float64(getattr(place, name)))
+
+
+_WITH_DTYPE = ("sum", "mean", "prod", "cumsum", "softmax", "log_softmax")
+"""Functions that compute in the dtype they are told: float32 in eager attention and in label smoothing."""
+
+
+def _keeping_float64(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def keeping(tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_double = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64
+        if is_double and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return original(tensor, *args, **kwargs)
+
+    return keeping
 
 
 def train(command: Sequence[str]) -> None:

@@ -250,6 +250,11 @@ def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
 def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
     """Return the place of the first moments that differ."""
     name = event.name or "the model"
+    # A number that comes out is a loss: of a model that is given its labels, or of a criterion.
+    if not event.goes_in and event.dims == 0:
+        return Part(
+            1, "loss", event.name, f"the loss that comes out of {name} differs by {off:.1e}, what went in agrees"
+        )
     if not event.goes_in:
         return Part(1, "activations", event.name, f"what comes out of {name} differs by {off:.1e}, what went in agrees")
     # Nothing that came out before differs: it was computed in the forward of the module around.
@@ -440,6 +445,9 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
     many = [name for name, value in off.items() if value > limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"
     words = f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
+    others = [name for name in many if name != worst]
+    if others:
+        words += f"; {_names(others)} differ as well"
     found.note(
         Row("logged numbers", shown, off[worst], limit, not many), Part(len(alone.norms), "metrics", worst, words)
     )

@@ -182,6 +182,12 @@ class Recorder:
     def reads(self, batch: Any) -> None:
         """Note the samples of a batch that is trained on."""
         self._samples += sample_hashes(batch)
+        self.begins_batch()
+
+    def begins_batch(self) -> None:
+        """Note that the step's own code begins: the batch was read."""
+        if self._activations is not None:
+            self._activations.begin_batch()
 
     def batches_of_ranks(self, loader: str = "train") -> int:
         """Return how many batches the ranks have read together, in one process."""
@@ -212,7 +218,7 @@ class Recorder:
     def enter_backward(self) -> None:
         """Stop looking at forwards, which activation checkpointing repeats in backward."""
         if self._activations is not None:
-            self._activations.is_open = False
+            self._activations.end_forward()
 
     def leave_backward(self) -> None:
         """Look at forwards again."""

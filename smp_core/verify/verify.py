@@ -124,8 +124,8 @@ class Verification:
         except RunFailed:
             return
         again = compare(found.words, ranks, alone, found.tolerance, one_by_one=True)
-        # Buffers of BatchNorm average over micro-batches, and may differ where everything else agrees.
-        if again.agrees or (again.part is not None and again.part.what == "buffers"):
+        # Buffers of BatchNorm and logged numbers are the last micro-batch's, and may differ where the rest agrees.
+        if again.agrees or (again.part is not None and again.part.what in ("buffers", "metrics")):
             found.causes.insert(
                 0,
                 "how samples are grouped: one process that takes the same batches one after another, as micro-batches, "

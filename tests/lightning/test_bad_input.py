@@ -89,9 +89,11 @@ def fit_on(devices: int, num_nodes: int) -> None:
 
 
 def test_other_numbers_of_devices_than_processes_on_the_node_are_refused_on_all_ranks() -> None:
-    """Lightning compares the product alone, and lets these pass: ranks 2 and 3 have no device then."""
+    """Lightning lets both pass: ranks 2 and 3 have no device, or a step half of its batch."""
     words = ["devices=2, num_nodes=2", "4 processes on this node and 4 in all; write Trainer(devices=4, num_nodes=1)"]
     assert_says(fit_on, 2, 2, words=words, ranks=4)
+    words = ["devices=4, num_nodes=1", "2 processes on this node and 2 in all", "torchrun --nproc-per-node 4"]
+    assert_says(fit_on, 4, 1, words=words, ranks=2)
 
 
 def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:

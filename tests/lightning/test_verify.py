@@ -21,6 +21,7 @@ PLANTED = {
     "lost_hook": ("gradients", "head.weight", "lost hook"),
     "doubled_metric": ("metrics", "samples", "a metric that sums"),
     "own_dropout": ("activations", "blocks.1.drop", "random numbers"),
+    "noise_in_the_step": ("activations", "blocks.0", "random numbers: the training step draws them"),
     "batch_norm": ("activations", "mix.1", "BatchNorm per rank"),
     "mixed_samples": ("activations", "blocks.0.drop", "samples are mixed"),
     "own_weights_by_ranks": ("start", "blocks.0.up.weight", "initial weights"),
@@ -43,6 +44,7 @@ CORRECT = {
     "synced_norms": "shard_degree=2 ranks=2",
     "stream": "shard_degree=2 ranks=2",
     "mixed": "shard_degree=2 ranks=2",
+    "measured": "shard_degree=2 ranks=2",
 }
 GROUPED = "how samples are grouped"
 

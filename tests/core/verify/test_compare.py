@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.verify.activations import Activations, difference, over_ranks
+from smp_core.verify.activations import STEP, Activations, Moments, difference, over_ranks
 from smp_core.verify.causes import likely_causes
 from smp_core.verify.compare import Comparison, compare
 from smp_core.verify.recorder import Record, turn_off_dropout
@@ -50,6 +50,7 @@ def compared(change: Callable[[list[Record]], None]) -> Comparison:
     ranks = [a_record(rank, 2) for rank in range(2)]
     change(ranks)
     alone = a_record(0, 1)
+    alone.events = [_out(0, 0, 2.0), _out(1, 3, 10.0)]
     found = compare("2 ranks", ranks, alone, FLOAT64)
     found.causes = likely_causes(found, ranks, alone)
     return found
@@ -119,7 +120,30 @@ def part_buffers(ranks: list[Record]) -> None:
 
 
 def sum_metric(ranks: list[Record]) -> None:
-    ranks[0].metrics["seen"] = 4.0
+    for record in ranks:
+        record.metrics["seen"] = 4.0
+
+
+def own_metrics(ranks: list[Record]) -> None:
+    """Rank 0's share is half of the whole by chance."""
+    ranks[0].metrics, ranks[1].metrics = {"seen": 1.0, "loss": 1.9}, {"seen": 3.0, "loss": 2.1}
+
+
+def loss_of_the_model(ranks: list[Record]) -> None:
+    """A model that is given its labels returns a mean over each rank's targets: loss first, logits agree."""
+    for record in ranks:
+        record.losses = [[2.1]]
+        record.events = [_out(0, 0, 2.1), _out(1, 3, 5.0)]
+
+
+def _out(number: int, dims: int, total: float) -> Moments:
+    return Moments(("out of", "", 0, number), 1, dims, total, total, total)
+
+
+def noise_in_the_loss(ranks: list[Record]) -> None:
+    scale_loss(ranks)
+    for record in ranks:
+        record.draws = [STEP]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +161,9 @@ def sum_metric(ranks: list[Record]) -> None:
         (part_replicas, "replicas", "first.weight", "missing sync"),
         (part_buffers, "buffers", "norm.running_mean", "BatchNorm per rank"),
         (sum_metric, "metrics", "seen", "a metric that sums: seen is 2 times"),
+        (own_metrics, "metrics", "seen", "a metric of one rank: seen"),
+        (loss_of_the_model, "loss", "", "the loss weighs samples differently"),
+        (noise_in_the_loss, "loss", "", "random numbers: the training step draws them"),
     ],
 )
 def test_a_difference_is_found_with_its_place_and_cause(
@@ -215,6 +242,29 @@ def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
     model(torch.randn(2, 4))
     seen.close()
     assert seen.draws == ["drop"]
+
+
+@pytest.mark.parametrize("place", ["before", "between", "behind", "by the loader", "nowhere"])
+def test_random_numbers_of_a_steps_own_code_are_noticed(place: str) -> None:
+    """Noise and timesteps are drawn around modules; what reading a batch draws is not the step's."""
+    model = Net(False)
+    seen = Activations(model)
+    x = torch.randn(2, 4)
+    if place == "by the loader":
+        torch.rand(1)
+    seen.begin_batch()
+    for now in ("before", "between"):
+        if place == now:
+            x = x + torch.rand_like(x)
+        x = model.drop(model.first(x))
+    loss = model.second(x).mean()
+    if place == "behind":
+        loss = loss * torch.rand(())
+    seen.end_forward()
+    torch.rand(1)
+    seen.close()
+    drawn = place in ("before", "between", "behind")
+    assert (STEP in seen.draws) == drawn and "drop" in seen.draws
 
 
 def test_copies_and_means_of_copies_are_no_difference() -> None:

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smp import SmpShardedStrategy
 
@@ -85,6 +86,19 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Measured(Model):
+    """A metric whose values of a step are its rank's own, as torchmetrics has it, and those of an epoch everyone's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.accuracy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
 
 
 class Manual(Model):
@@ -220,6 +234,18 @@ def detached_by_ranks(model: Model) -> None:
     block.down.forward = lambda x: own(x.detach() if RANKS > 1 else x)
 
 
+@plant
+def noise_in_the_step(model: Model) -> None:
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = model.embed(batch["input_ids"])
+        x = x + torch.randn_like(x)
+        for block in model.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(model.head(x).flatten(0, 1), batch["labels"].flatten())
+
+    model.loss = loss
+
+
 # What is not in the model
 
 
@@ -237,7 +263,7 @@ def loader_of(flags: argparse.Namespace) -> DataLoader:
 
 
 NOT_IN_THE_MODEL = ("batch_norm", "seed_by_rank", "same_samples", "dropped_samples", "unseeded_draw")
-KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed")
+KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured")
 
 
 def main() -> None:
@@ -249,7 +275,9 @@ def main() -> None:
     L.seed_everything(3)
     if flags.plant == "unseeded_draw":
         torch.rand(RANKS)
-    model = Manual() if flags.kind == "manual" else Model(flags.plant == "batch_norm" or flags.kind == "synced_norms")
+    kinds = {"manual": Manual, "measured": Measured}
+    norms = flags.plant == "batch_norm" or flags.kind == "synced_norms"
+    model = kinds[flags.kind]() if flags.kind in kinds else Model(norms)
     if flags.plant in PLANTS:
         PLANTS[flags.plant](model)
     options: dict[str, Any] = {"gradient_clip_val": 1.0} if flags.kind != "manual" else {}
