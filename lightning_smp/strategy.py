@@ -234,9 +234,10 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
-        warning = missed(self.parallel.plan, self.optimizers)
-        if warning is not None and self.global_rank == 0:
-            logger.warning("%s", warning)
+        if self.parallel.plan.optimizer is not None:
+            warning = missed(self.parallel.plan, self.optimizers)
+            if warning is not None and self.global_rank == 0:
+                logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.

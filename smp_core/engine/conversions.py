@@ -6,7 +6,7 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-6.  balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
+6.  _balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
 7.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
 8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
@@ -44,10 +44,10 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.expert_parallel import balance_routers, deal_experts
+from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
-from smp_core.pipeline import Beside, Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
-from smp_core.plan import Plan, Stages, units_with
+from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     compute_with_unsharded_tensors,
@@ -128,9 +128,11 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    routers = balance_routers(model, whole_plan, mesh.gradient_group, meter, mesh.device)
+    routers = _balance_routers(model, mesh, whole_plan, meter)
     recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
-    casts = CastParameters(model, plan.replicated_casts, recomputed)
+    shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
+    if plan.replicated_casts:
+        shown = CastParameters(model, plan.replicated_casts, recomputed).shown
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
@@ -156,10 +158,10 @@ def parallelize_model(
     replaced.settle(model)
 
     # Calls into it, and its gradients from here on.
-    calls = Calls(model, mesh.shard_ranks, units, casts.shown)
+    calls = Calls(model, mesh.shard_ranks, units, shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers.stages, units, played, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
@@ -214,7 +216,7 @@ def _join_stages(
     plan: Plan,
     meter: CommMeter,
     tensor: SplitModel | None,
-    beside: Beside | None,
+    routers: BalancedRouters | None,
     units: Sequence[ShardedUnit],
     played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
@@ -226,6 +228,7 @@ def _join_stages(
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    beside = None if routers is None else routers.stages
     done = (window, passed, replaced, try_call, beside)
     pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
     if not plan.stages.tied:
@@ -294,6 +297,15 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
         return None
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
+
+
+def _balance_routers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
+    """Balance the model's routers; None where it has none that anything was asked of."""
+    knobs = plan.knobs
+    is_asked = knobs.router_bias_update_rate is not None or knobs.asked("router_balance") == "global"
+    if not is_asked and not router_losses(model):
+        return None
+    return balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
 
 
 def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:

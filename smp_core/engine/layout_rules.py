@@ -19,7 +19,8 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     asked, inner = draft.knobs.shard_degree, inner_degree(draft.knobs)
     stages = draft.knobs.pipeline_parallel_degree
     world, topology = topology.world_size, topology.of_stage(stages)
-    require_tensor_degree(draft.knobs, topology)
+    if draft.knobs.tensor_parallel_degree > 1:
+        require_tensor_degree(draft.knobs, topology)
     groups = topology.of_groups(inner)
     try:
         degree = groups.resolve_shard_degree(asked)

@@ -43,6 +43,7 @@ class PipelineParallelism(Subject):
     name = "pipeline parallelism"
     page = "pipeline-parallelism.md"
     knobs = ("pipeline_parallel_degree", "pipeline")
+    optional = True
     apart = (
         FOREIGN_FP8,
         Clash(
