@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
-from lightning_smp.loader_places import places_of_loaders
-from lightning_smp.resume import random_of_rank
+from lightning_smp.resume import places_of_loaders, random_of_rank
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,
@@ -36,28 +33,9 @@ from smp_core.checkpoint import (
 from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.memory import MemoryTier
 from smp_core.comm.remainder_state import remainder_state
-from smp_core.config import SmpConfig
 from smp_core.torch_facts import uncompiled
 
 logger = logging.getLogger("smp")
-
-
-def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
-    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
-
-    Raises:
-        ValueError: it is one that only writes, and has none.
-    """
-    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
-        return
-    name = type(plugin).__name__
-    if isinstance(plugin, AsyncCheckpointIO):
-        raise ValueError(
-            f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
-            "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
-        )
-    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
 
 
 def model_state(strategy: SteppingStrategy) -> dict[str, Any]:

@@ -37,10 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
-from lightning_smp.exception_saves import exception_checkpoints
-from lightning_smp.loader_places import places_of_loaders
 from lightning_smp.memory import PLACE, KeepsInMemory
-from lightning_smp.resume import Resume
+from lightning_smp.processes import exception_checkpoints
+from lightning_smp.resume import Resume, places_of_loaders
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,

@@ -23,16 +23,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_smp.batches import require_equal_evaluation
 from lightning_smp.dealt import DealtLoader, read_alike
 from lightning_smp.due_validation import BeforeValidation
-from lightning_smp.evaluation import Evaluations, deal
-from lightning_smp.loader_places import tell_place_of_training
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
-from lightning_smp.resume import WindowStart, place_sampler
+from lightning_smp.resume import WindowStart, place_sampler, tell_place_of_training
 from lightning_smp.sequences import SharedSequences
+from lightning_smp.uneven import Evaluations, deal, require_equal_evaluation
 from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
@@ -186,7 +184,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         size, rank = self._reads_as
         if self.evaluations is not None and self.evaluations.prepares:
             self._deals_as = (size, rank)
-            size, rank = 1, 0  # see lightning_smp/evaluation.py
+            size, rank = 1, 0  # see lightning_smp/uneven.py
         return {"num_replicas": size, "rank": rank}
 
     @override

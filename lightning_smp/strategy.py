@@ -23,9 +23,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from typing_extensions import override
@@ -33,21 +34,19 @@ from typing_extensions import override
 from lightning_smp import checkpoints
 from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
-from lightning_smp.batches import require_equal_training, require_joined_alone
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
-from lightning_smp.evaluation import Evaluations
-from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
-from lightning_smp.loader_places import begin_batch
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
-from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, training_loaders
+from lightning_smp.processes import take_over_exception_saves
+from lightning_smp.resume import Resume, WindowStart, begin_batch, describe_place, loader_state, training_loaders
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
+from lightning_smp.uneven import Evaluations, require_equal_training, require_joined_alone
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
@@ -195,7 +194,7 @@ class SmpShardedStrategy(SteppingStrategy):
         synchronize_metrics(self.mesh)
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
-        checkpoints.check_plugin(self.checkpoint_io, self.config)
+        _check_plugin(self.checkpoint_io, self.config)
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
@@ -403,3 +402,21 @@ class SmpShardedStrategy(SteppingStrategy):
 
 
 _ARGUMENTS = list_knobs(SmpShardedStrategy.__init__)
+
+
+def _check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
+    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
+
+    Raises:
+        ValueError: it is one that only writes, and has none.
+    """
+    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
+        return
+    name = type(plugin).__name__
+    if isinstance(plugin, AsyncCheckpointIO):
+        raise ValueError(
+            f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
+            "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
+        )
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)

@@ -48,7 +48,9 @@ def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of :func:`named_optimizer_state` keyed by torch's own numbers."""
     names = [name for group in named["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    groups = []
+    for group in named["param_groups"]:
+        groups.append({**group, "params": [number[name] for name in group["params"]]})
     state = {number.get(name, name): entry for name, entry in named["state"].items()}
     return {"state": state, "param_groups": groups}
 

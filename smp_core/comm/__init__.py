@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from smp_core.comm.deferred import Deferred as Deferred
     from smp_core.comm.exchange import (
         Message as Message,
-        prefers_messages as prefers_messages,
         sum_rows as sum_rows,
     )
     from smp_core.comm.flat import (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 # Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
 GATHER, REDUCE, HOP = 1, 2, 3
@@ -146,11 +146,6 @@ def _wait_all(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:
             work.wait()
-
-
-def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
-    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -28,7 +28,6 @@ from smp_core.comm.exchange import (
     REDUCE,
     exchange,
     gather_each,
-    prefers_messages,
     reduce_each,
     start_exchange,
     sum_in_order,
@@ -36,7 +35,7 @@ from smp_core.comm.exchange import (
 )
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 
 class _TwoStage(CommObject):
@@ -109,13 +108,10 @@ class HierarchicalAllGather(_TwoStage):
 
         nodes = [m for m in range(self.nodes) if m != here]
         sent = [(node_ranks[m], shard_bytes) for m in nodes]
+        sends = [(mine, node_ranks[m]) for m in nodes]
+        receives = [(output_MKN[m, me], node_ranks[m]) for m in nodes]
         with self.meter.point_to_point("all_gather", sent, "inter"):
-            works = start_exchange(
-                [(mine, node_ranks[m]) for m in nodes],
-                [(output_MKN[m, me], node_ranks[m]) for m in nodes],
-                self.inter_group,
-                GATHER,
-            )
+            works = start_exchange(sends, receives, self.inter_group, GATHER)
 
         def finish() -> None:
             with self.meter.point_to_point("all_gather", [], "inter", new_call=False):
@@ -123,13 +119,10 @@ class HierarchicalAllGather(_TwoStage):
                     work.wait()
             peers = [k for k in range(self.local_ranks) if k != me]
             sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+            sends = [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)]
+            receives = [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
             with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
-                exchange(
-                    [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                    [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                    self.intra_group,
-                    GATHER,
-                )
+                exchange(sends, receives, self.intra_group, GATHER)
 
         return finish
 
@@ -177,13 +170,10 @@ class HierarchicalReduceScatter(_TwoStage):
         received_KMN[me] = input_MKN[:, me]
         peers = [k for k in range(self.local_ranks) if k != me]
         sent = [(local_ranks[k], received_KMN[k].numel() * received_KMN.element_size()) for k in peers]
+        sends = [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
+        receives = [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)]
         with self.meter.point_to_point("reduce_scatter", sent, "intra"):
-            exchange(
-                [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                self.intra_group,
-                REDUCE,
-            )
+            exchange(sends, receives, self.intra_group, REDUCE)
             partial_MN = received_KMN[0]
             sum_in_order(list(received_KMN), partial_MN)
         return partial_MN

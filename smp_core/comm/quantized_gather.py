@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from smp_core.codecs import ALIGN, Codec
 from smp_core.comm.deferred import finish_later
-from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
+from smp_core.comm.exchange import GATHER, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts import all_gather_single
+from smp_core.torch_facts import all_gather_single, prefers_messages
 
 logger = logging.getLogger("smp")
 
@@ -255,19 +255,16 @@ class QuantizedAllGather(CommObject):
         pieces = [rows] if dim == 0 else list(rows)
         row_bytes = sum(piece[me].numel() * piece.element_size() for piece in pieces)
         others = [i for i in range(len(ranks)) if i != me]
-        sends = [(ranks[i], row_bytes) for i in others]
-        with self.meter.point_to_point("all_gather", sends, link, new_call=new_call):
+        sent = [(ranks[i], row_bytes) for i in others]
+        with self.meter.point_to_point("all_gather", sent, link, new_call=new_call):
             if not prefers_messages(group, rows.device):
                 return [
                     all_gather_single(piece.view(-1), piece[me].reshape(-1), group=group, async_op=True)
                     for piece in pieces
                 ]
-            return start_exchange(
-                [(piece[me], ranks[i]) for i in others for piece in pieces],
-                [(piece[i], ranks[i]) for i in others for piece in pieces],
-                group,
-                GATHER,
-            )
+            sends = [(piece[me], ranks[i]) for i in others for piece in pieces]
+            receives = [(piece[i], ranks[i]) for i in others for piece in pieces]
+            return start_exchange(sends, receives, group, GATHER)
 
     def _wait(self, works: Sequence[dist.Work], link: LinkClass) -> None:
         with self.meter.point_to_point("all_gather", [], link, new_call=False):

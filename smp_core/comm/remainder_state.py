@@ -80,7 +80,9 @@ def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict
     tables: list[Any] = [None] * traffic.mesh.pipeline_degree
     own = [(name, tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for name, tensor in remainders.items()]
     dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
-    longest = max(sum(size for _, size, _ in table) for table in tables)
+    longest = 0
+    for table in tables:
+        longest = max(longest, sum(size for _, size, _ in table))
     if longest == 0:
         return {}, tables
     kept = [tensor.double() for tensor in remainders.values()] or [

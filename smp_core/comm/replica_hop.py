@@ -233,13 +233,10 @@ class ReplicaHop(CommObject):
         self.fallbacks += len(sends)
         ranks = self.ranks_of(self.between)
         n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]
+        sent = [(part, ranks[i]) for i, part in sends.items()]
+        received = [(part, ranks[i]) for i, part in receives.items()]
         with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
-            exchange(
-                [(part, ranks[i]) for i, part in sends.items()],
-                [(part, ranks[i]) for i, part in receives.items()],
-                self.between,
-                HOP,
-            )
+            exchange(sent, received, self.between, HOP)
 
     def _counted(
         self,

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from smp_core.comm import CommMeter, prefers_messages, sum_rows
+from smp_core.comm import CommMeter, sum_rows
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.plan import head_groups
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -198,7 +198,8 @@ class Trial:
         _, off = self._run(module, forward, sample.whole(), count, off_by=rounding)
         returned = [torch.finfo(tensor.dtype).eps for _, tensor in whole.outputs]
         rounding = max(rounding, *returned) if returned else rounding
-        if [name for name, _ in part.outputs] != [name for name, _ in whole.outputs]:
+        own_names = [name for name, _ in part.outputs]
+        if own_names != [name for name, _ in whole.outputs]:
             return "it returns other tensors"
         # Transformers' routers have losses that each rank counts for itself.
         counts_alone = any(getattr(getattr(each, "config", 0), "output_router_logits", False) for each in names)

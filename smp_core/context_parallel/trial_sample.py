@@ -71,9 +71,11 @@ class Sample:
                 of_data.append(pieces)
             elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
                 others.append((path[-1], pieces))
-        pairs = [(one, other) for one in range(self.degree) for other in range(one)]
-        if of_data:
-            pairs = [pair for pair in pairs if any(_differ(pieces, *pair) for pieces in of_data)]
+        pairs = []
+        for one in range(self.degree):
+            for other in range(one):
+                if not of_data or any(_differ(pieces, one, other) for pieces in of_data):
+                    pairs.append((one, other))
         for name, pieces in others:
             if any(not _differ(pieces, *pair) for pair in pairs):
                 return (

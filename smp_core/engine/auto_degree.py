@@ -16,8 +16,7 @@ import torch
 
 from smp_core.cluster import Layout, inner_degree
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import decide
-from smp_core.engine.layout_rules import settle_layout
+from smp_core.engine.decide import decide, settle_layout
 from smp_core.plan import (
     GIB,
     OPTIMIZERS,

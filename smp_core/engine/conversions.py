@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,9 +51,10 @@ from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     compute_with_unsharded_tensors,
+    draw_whole_tensors,
+    explain_uncaught_errors,
     reduce_scalars,
     refuse_to_pickle_shards,
-    register_forward_methods,
 )
 from smp_core.sharding.fsdp import (
     Calls,
@@ -68,7 +69,6 @@ from smp_core.sharding.optimizer import WorldSharding, drop_with_zero_grad
 from smp_core.sharding.weights import (
     CastParameters,
     broadcast_from_rank_0,
-    draw_whole_tensors,
     load_own_parts,
     materialize,
     send_to_stages,
@@ -76,9 +76,19 @@ from smp_core.sharding.weights import (
 from smp_core.tensor_parallel import Inspected, SplitModel, TensorAxis, WholeGradients, apply_tensor_parallel, inspect
 from smp_core.topology import Topology
 from smp_core.torch_facts import is_absent, is_compiled
-from smp_core.watch import explain_uncaught_errors
 
 logger = logging.getLogger("smp")
+
+# What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted model is called, past the root, in
+# Transformers' the encoder.
+KNOWN_METHODS = (
+    "generate",
+    "generate_batch",
+    "get_text_features",
+    "get_image_features",
+    "get_audio_features",
+    "get_video_features",
+)
 
 
 def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
@@ -396,6 +406,39 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
     fp8.all_reduce_max = maximum_by(CommMeter(mesh.topology, mesh.rank, enabled=False))
     fp8.refresh_weights()
     fp8.all_reduce_max = maximum_by(meter)
+
+
+def register_forward_methods(
+    model: nn.Module, units: Collection[ShardedUnit], calls: Calls, methods: Collection[str]
+) -> None:
+    """Let methods gather parameters as forward does: ``"decode"`` of every root that has it, ``"encoder.encode"`` of
+    the named unit, and of roots those that are known.
+
+    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as its own sharding does; Dynamo
+    wants ``_fsdp_use_orig_params`` with it): ranks then generate as long as any of them needs to, and none leaves out a
+    layer by chance.
+
+    Raises:
+        ValueError: no unit has the method.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
+    for entry in methods:
+        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)]
+    for unit, method in found:
+        own = getattr(unit.module, method, None)
+        if callable(own):
+            setattr(unit.module, method, _as_forward(unit, calls, own))
+
+
+def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        return calls.run_as_forward(unit, method, *args, **kwargs)
+
+    return as_forward
 
 
 def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
-from smp_core.engine.subjects import lines_of_subjects
+from smp_core.engine.decide import lines_of_subjects
 from smp_core.expert_parallel import BalancedRouters
 from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages

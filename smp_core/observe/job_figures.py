@@ -289,7 +289,9 @@ class JobFigures:
         told[2 * mesh.rank : 2 * mesh.rank + 2] = times.take()
         everyone = self._over_ranks(told, "sum")
         of_ranks = list(zip(everyone[::2], everyone[1::2], strict=True))
-        columns = [[of_ranks[rank] for rank in column] for column in mesh.layout.groups(Axis.PIPELINE)]
+        columns = []
+        for ranks in mesh.layout.groups(Axis.PIPELINE):
+            columns.append([of_ranks[rank] for rank in ranks])
         shares = idle_shares(columns)
         steps, self._steps_of_stages = max(self._steps_of_stages, 1), 0
         figures = {"bubble_share": sum(shares) / len(shares)}

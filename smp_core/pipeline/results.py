@@ -43,7 +43,10 @@ def mean_of(results: list[Any], step: str) -> Any:
             f"{step} returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
             "only numbers can be averaged over micro-batches"
         )
-    return {key: _mean([result[key] for result in results]) for key in first}
+    means = {}
+    for key in first:
+        means[key] = _mean([result[key] for result in results])
+    return means
 
 
 def _mean(values: list[Any]) -> torch.Tensor:

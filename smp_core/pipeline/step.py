@@ -114,8 +114,10 @@ class Pipeline:
         self._training = with_messages(training, stages.n_chunks)[mesh.stage]
         self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
         own = stages.chunks(mesh.stage)
-        others = {chunk: [stages.used(other) for other in own if other != chunk] for chunk in own}
-        self._used_elsewhere = {chunk: frozenset().union(*used) - stages.used(chunk) for chunk, used in others.items()}
+        self._used_elsewhere: dict[int, frozenset[str]] = {}
+        for chunk in own:
+            used = [stages.used(other) for other in own if other != chunk]
+            self._used_elsewhere[chunk] = frozenset().union(*used) - stages.used(chunk)
         names = {name: parameter for name, parameter in model.named_parameters()}
         self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
 

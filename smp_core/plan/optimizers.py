@@ -99,7 +99,10 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
             return replace(_OURS[name], name=name, origin="found")
         if name in _TORCHS:
             always, more = _TORCHS[name]
-            asked = [words for option, words in _OPTIONS.items() if any(group.get(option) for group in groups)]
+            asked = []
+            for option, words in _OPTIONS.items():
+                if any(group.get(option) for group in groups):
+                    asked.append(words)
             most = max((more(group) for group in groups), default=0)
             return OptimizerStates(name + "".join(asked if most else ()), always + most, origin="found")
     return OptimizerStates(type(optimizer).__name__, 2, origin="found", known=False)

@@ -271,7 +271,9 @@ class TokenTrial:
         self, summing: SummingForward, shown: dict[nn.Module, dict[str, torch.Tensor | None]]
     ) -> Iterator[_Leaf]:
         tensors = shown.get(summing.module, {}).values()
-        yield from (leaf for leaf in self._leaves if any(leaf.tensor is each for each in tensors))
+        for leaf in self._leaves:
+            if any(leaf.tensor is each for each in tensors):
+                yield leaf
 
     def _gradient(self, seen: _Seen, number: int) -> torch.Tensor:
         found = seen.gradients[number]

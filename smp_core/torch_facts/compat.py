@@ -95,3 +95,8 @@ def depends_on(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     for each in inputs:
         result = result + each[:0].sum().to(result.dtype)  # of no elements: 0, whatever they are
     return result
+
+
+def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
+    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))

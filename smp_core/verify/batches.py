@@ -49,7 +49,10 @@ def sample_hashes(batch: Any) -> list[str]:
     samples = tensors[0].shape[0]
     if any(tensor.shape[0] != samples for tensor in tensors):
         return [_hash(tensors)]
-    return [_hash(tensor[index] for tensor in tensors) for index in range(samples)]
+    hashes = []
+    for index in range(samples):
+        hashes.append(_hash(tensor[index] for tensor in tensors))
+    return hashes
 
 
 def _hash(tensors: Iterable[torch.Tensor]) -> str:
@@ -76,7 +79,10 @@ def join(batches: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         if any(set(batch) != set(first) for batch in batches):
             raise NotJoinable("the ranks' batches have different keys")
-        return _like(first, {key: join([batch[key] for batch in batches]) for key in first})
+        joined = {}
+        for key in first:
+            joined[key] = join([batch[key] for batch in batches])
+        return _like(first, joined)
     if isinstance(first, (list, tuple)):
         if not tensors_of(first):  # a list of names, one for each sample
             return _like(first, [value for batch in batches for value in batch])

@@ -406,7 +406,10 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
     first = ranks[0]
-    names = [name for name in first.buffers if not all(_same_buffer(record, first, name) for record in ranks)]
+    names = []
+    for name in first.buffers:
+        if not all(_same_buffer(record, first, name) for record in ranks):
+            names.append(name)
     if names:
         words = f"{len(names)} buffers differ between ranks: {_names(names)}"
         row = Row("buffers", words, agrees=False)

@@ -226,6 +226,7 @@ class MemorySaver:
             buffer = io.BytesIO()
             torch.save(rest.plain, buffer)
             files[REST_PT] = buffer.getvalue()
+        layouts = [part.files[INDEX].digest for part in parts]
         manifest = Manifest(
             id=new_save_id(),
             created="",
@@ -233,7 +234,7 @@ class MemorySaver:
             world_size=self._ranks.size,
             meshes=staged.meshes,
             versions={},
-            metadata={**metadata, **on_disk, LAYOUTS: [part.files[INDEX].digest for part in parts]},
+            metadata={**metadata, **on_disk, LAYOUTS: layouts},
             algorithm=_ALGORITHM,
             files={name: record_of(content) for name, content in files.items()},
             index=INDEX,

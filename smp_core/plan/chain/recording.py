@@ -27,7 +27,7 @@ from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffer
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
 from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
-from smp_core.plan.routers import without_router_loss
+from smp_core.plan.experts import without_router_loss
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import WrapPlan
 from smp_core.torch_facts import is_compiled, lies_in
@@ -97,7 +97,10 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
     reached = set().union(*segments)
     for block, segment in zip(first.order, segments[1:-1], strict=True):
         segment |= set(block.parameters()) - reached
-    before, *of_blocks, after = ([names[p] for p in names if p in segment] for segment in segments)
+    named = []
+    for segment in segments:
+        named.append([name for parameter, name in names.items() if parameter in segment])
+    before, *of_blocks, after = named
     _require_own(first.order, before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)
     stand_ins = find_stand_ins(model, first.early, set(before) - set(after), names, refusal)
@@ -157,7 +160,7 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
         if len(lists) > 1:
             in_lists += lists
     numbered = [name for name in kinds if name.rpartition(".")[2].isdecimal()]
-    mixed = [names for names in _in_lists(numbered) if len({kinds[name] for name in names}) > 1]
+    mixed = [names for names in _in_lists(numbered) if len(set(map(kinds.__getitem__, names))) > 1]
     found = [*sorted([*mixed, *of_kinds], key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
     several = [names for names in found if len(names) > 1]
     return several or [found[0] if found else []]
@@ -176,7 +179,10 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
     if len(blocks) < 2:
         raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
     roots = [unit.name for unit in units.units if unit.is_root]
-    holding = [root for root in roots if all(lies_in(block, root) for block in blocks)]
+    holding = []
+    for root in roots:
+        if all(lies_in(block, root) for block in blocks):
+            holding.append(root)
     if len(holding) != 1:
         raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
     (root,) = holding

@@ -2,7 +2,7 @@
 
 This file is for the newest FSDP2 (torch >= 2.15), in which gradients accumulate on the unsharded parameter.
 ``param_group_2_13.py`` and ``param_group_2_11.py`` override what differs in older ones, and go with them.
-``generation.py`` chooses by probing for names. :mod:`smp_core.sharding.fsdp.internals` lists every private name, with
+:mod:`smp_core.sharding.fsdp.internals` chooses by probing for names, and lists every private name, with
 its reason.
 """
 

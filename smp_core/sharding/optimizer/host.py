@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.optimizer.kinds import STEP_SHARDS
+from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
 from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
 
@@ -268,18 +268,6 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
 def to_host(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer state with its tensors in host memory."""
     return {key: map_tensors(value, lambda tensor: tensor.to("cpu")) for key, value in entry.items()}
-
-
-def derive(kind: Any, methods: type, base: str) -> Any:
-    """Return a class derived from an optimizer's, with methods of another one, which find the optimizer's class by the
-    name ``base``.
-
-    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
-    bases of its own could not be made one of the derived class any more.
-    """
-    own = {name: value for name, value in vars(methods).items() if callable(value) and not name.startswith("__")}
-    facts = {base: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind, methods), {**own, **facts})
 
 
 class OnHost(StepsOnHost):

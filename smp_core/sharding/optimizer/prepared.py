@@ -36,12 +36,17 @@ from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.attached import step_alike, take_in_attached
-from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
+from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
+from smp_core.sharding.optimizer.kinds import (
+    derive,
+    held,
+    refuse_unsaveable,
+    require_elementwise,
+    require_steps_shards,
+    require_tensorwise,
+)
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
-from smp_core.sharding.optimizer.trial import held, require_steps_shards
-from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
 from smp_core.watch import meet
 
@@ -111,11 +116,10 @@ class Prepared:
         checkpoint's."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
-            own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
-            state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
-        if not isinstance(self, OnHost):
-            # Masters that were saved beside half precision weights are the weights here.
-            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+            taken = []
+            for saved, own in zip(groups, self.param_groups, strict=True):
+                taken.append({**saved, **{flag: own[flag] for flag in _KERNELS if flag in own}})
+            state_dict = {**state_dict, "param_groups": taken}
         with _masters_in_groups(self):
             if not isinstance(self, OnHost):
                 # Masters that were saved beside half precision weights are the weights here.

@@ -359,7 +359,8 @@ def _copy_each(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them and has no public name."""
     filled = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
     if filled:
-        torch._foreach_copy_([target for target, _ in filled], [source for _, source in filled])
+        targets, sources = map(list, zip(*filled, strict=True))
+        torch._foreach_copy_(targets, sources)
 
 
 def master_dtype(parameter: torch.Tensor) -> torch.dtype:
