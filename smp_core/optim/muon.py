@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from smp_core.checkpoint import shard_like
-from smp_core.comm import CommMeter
 from smp_core.optim.newton_schulz import flops, orthogonalize
-from smp_core.optim.owners import Matrix, Owners
+from smp_core.optim.owners import Matrix, Owners, StepsTogether
 
 Split = tuple[int, tuple[int, ...]]
 """Several matrices side by side in one parameter: (dim, their sizes along it)."""
@@ -34,7 +34,7 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 _ALGORITHMS = ("muon", "adamw")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(StepsTogether):
     """torch.optim.Muon's numbers on shards, and AdamW for what is no hidden matrix.
 
     Args:
@@ -79,8 +79,6 @@ class Muon(torch.optim.Optimizer):
             "algorithm": "muon",
             "split": None,
         }
-        self.meter: CommMeter | None = None
-        """Counts what is sent; set when the optimizer is prepared for a model."""
         self._owners: dict[Any, Owners] = {}
         super().__init__(params, defaults)
 
@@ -100,6 +98,11 @@ class Muon(torch.optim.Optimizer):
         if algorithm == "muon":
             self._require_matrices(self.param_groups[-1])
 
+    @staticmethod
+    @override
+    def planned_states(group: Mapping[str, Any]) -> int:
+        return 2 if group["algorithm"] == "adamw" else 1
+
     def _require_matrices(self, group: dict[str, Any]) -> None:
         shapes = [list(parameter.shape) for parameter in group["params"] if parameter.ndim not in (2, 3)]
         if group["split"] is not None:
@@ -115,7 +118,6 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state, of torch.optim.Muon too, whose groups know nothing of what is added here."""
         super().__setstate__(state)
-        self.__dict__.setdefault("meter", None)
         self.__dict__.setdefault("_owners", {})
         for group in self.param_groups:
             for name in ("algorithm", "split", "ns_dtype"):

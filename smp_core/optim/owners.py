@@ -9,8 +9,9 @@ where an all-gather for each of them would send P-1 times the bytes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,24 @@ from smp_core.comm.exchange import exchange
 
 KIND = "muon"
 """As what the meter counts these messages."""
+
+
+class StepsTogether(torch.optim.Optimizer):
+    """The base class of our optimizers whose steps are collective over the partition group. They step each tensor by
+    itself, and not in host memory, where ranks cannot exchange anything.
+
+    Attributes:
+        meter: counts what is sent; set when the optimizer is prepared for a model.
+        exchanged: what ranks send one another in a step, in words.
+    """
+
+    meter: CommMeter | None = None
+    exchanged: ClassVar[str] = "matrices"
+
+    @staticmethod
+    def planned_states(group: Mapping[str, Any]) -> int:
+        """Return the states of a parameter's shape that a group keeps for each parameter, for the memory plan."""
+        return 1
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     **dict.fromkeys(("Adam", "AdamW"), (2, _if_set("amsgrad"))),
     **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta"), (2, _if_set())),
     **dict.fromkeys(("Adagrad", "ASGD"), (1, _if_set())),
-    "Muon": (1, lambda group: group.get("algorithm") == "adamw"),  # ours has groups that AdamW steps
+    "Muon": (1, _if_set()),
     # factors of rows and columns; Transformers' keeps a first moment too, if asked to
     "Adafactor": (0, lambda group: group.get("beta1") is not None),
     "RMSprop": (1, _if_set("momentum", "centered")),
@@ -93,6 +93,9 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
     """Return what this optimizer is going to keep. Its states are not looked at: before the first step there are
     none."""
     groups = optimizer.param_groups
+    of_group = getattr(optimizer, "planned_states", None)  # of smp_core.optim.StepsTogether, a floor above
+    if of_group is not None:
+        return OptimizerStates(type(optimizer).__name__, max(map(of_group, groups), default=0), origin="found")
     for kind in type(optimizer).__mro__:
         name = kind.__name__
         if name in _OURS:

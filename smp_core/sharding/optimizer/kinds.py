@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import of_all_ranks
-from smp_core.optim import Adafactor, AdamW8bit, Muon
+from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
 from smp_core.torch_facts import is_absent
 
 K = TypeVar("K", bound=type[torch.optim.Optimizer])
@@ -66,7 +66,7 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon, AdamW8bit, Adafactor)
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, AdamW8bit)  # and those made of StepsTogether
 # Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (
@@ -134,7 +134,8 @@ def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    if not (_steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
+    is_ours = StepsTogether in kind.__bases__
+    if not (is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
         steps = "with pipeline_parallel_degree the optimizer steps a stage's parameters alone"
         instead = "use one that looks at one tensor at a time, such as AdamW"
         looks_across = "all its parameters" if _is_named(kind, _ACROSS_TENSORS) else ""

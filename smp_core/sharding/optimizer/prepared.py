@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.optim import Adafactor, AdamW8bit, Muon
+from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
@@ -341,7 +341,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
-    if isinstance(optimizer, (Muon, Adafactor)):
+    if isinstance(optimizer, StepsTogether):
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
@@ -374,14 +374,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     return True
 
 
-def _require_on_device(optimizer: Muon | Adafactor, models: Sequence[SteppedModel]) -> None:
+def _require_on_device(optimizer: StepsTogether, models: Sequence[SteppedModel]) -> None:
     """Refuse states in host memory, where ranks cannot exchange what a step sends."""
-    name, sent = type(optimizer).__name__, "matrices" if isinstance(optimizer, Muon) else "sums"
     for model in models:
         if model.config.state_offload is not None:
             raise ValueError(
-                f"state_offload={model.config.state_offload!r} steps in host memory, where {name} cannot "
-                f"exchange {sent} between ranks; leave state_offload out, or use torch.optim.AdamW"
+                f"state_offload={model.config.state_offload!r} steps in host memory, where {type(optimizer).__name__} "
+                f"cannot exchange {optimizer.exchanged} between ranks; leave state_offload out, or use "
+                "torch.optim.AdamW"
             )
 
 
