@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
@@ -33,9 +35,28 @@ from smp_core.checkpoint import (
 from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.memory import MemoryTier
 from smp_core.comm.remainder_state import remainder_state
+from smp_core.config import SmpConfig
 from smp_core.torch_facts import uncompiled
 
 logger = logging.getLogger("smp")
+
+
+def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
+    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
+
+    Raises:
+        ValueError: it is one that only writes, and has none.
+    """
+    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
+        return
+    name = type(plugin).__name__
+    if isinstance(plugin, AsyncCheckpointIO):
+        raise ValueError(
+            f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
+            "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
+        )
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
 
 
 def model_state(strategy: SteppingStrategy) -> dict[str, Any]:

@@ -23,10 +23,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from typing_extensions import override
@@ -194,7 +193,7 @@ class SmpShardedStrategy(SteppingStrategy):
         synchronize_metrics(self.mesh)
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
-        _check_plugin(self.checkpoint_io, self.config)
+        checkpoints.check_plugin(self.checkpoint_io, self.config)
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
@@ -402,21 +401,3 @@ class SmpShardedStrategy(SteppingStrategy):
 
 
 _ARGUMENTS = list_knobs(SmpShardedStrategy.__init__)
-
-
-def _check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
-    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
-
-    Raises:
-        ValueError: it is one that only writes, and has none.
-    """
-    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
-        return
-    name = type(plugin).__name__
-    if isinstance(plugin, AsyncCheckpointIO):
-        raise ValueError(
-            f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
-            "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
-        )
-    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
