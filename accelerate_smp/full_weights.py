@@ -17,9 +17,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_smp.handle import parallel_of
@@ -128,7 +127,7 @@ def _plain(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Make ``state_dict()`` of the model and its parts return values of ``state`` inside the block."""
     shown = dict(model.named_modules())
     for name, part in shown.items():
@@ -142,8 +141,8 @@ def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[No
             del part.state_dict
 
 
-def _giving(own: Mapping[str, torch.Tensor]) -> Any:
-    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, torch.Tensor]:
+def _giving(own: Mapping[str, Tensor]) -> Any:
+    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, Tensor]:
         return {prefix + name: tensor for name, tensor in own.items()}
 
     return state_dict

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -120,7 +120,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         return super().reduce(tensor, reduce_op=reduce_op)
 
     @override
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of the ranks that hold different tokens, or of ``group``. Collective over them.
 
         ``LightningModule.all_gather`` gives the world where it was given no group, and so means them too.
@@ -255,7 +255,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx), weight)
 
     @override
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._pipelined is not None:
             self._pipelined.before_backward(last=not self._in_window)
         with self._sequences.active():
@@ -264,14 +264,14 @@ class SteppingStrategy(ProcessGroupStrategy):
                 loss = loss * self.joined.weight
             return super().backward(loss, *args, **kwargs)
 
-    def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of the present batch as its backward pass starts from it: where ranks share sequences, this
         rank's part of the mean over all of their targets.
         """
         with self._sequences.active():
             return self._sequences.weighted(loss)
 
-    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
         no gradient.
         """

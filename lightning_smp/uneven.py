@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
@@ -276,7 +276,7 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
         for each in value.modules():
             yield from _restorers_of_attributes(each, seen)
         return
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and type(value) is torch.Tensor:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and type(value) is Tensor:
         yield functools.partial(_copy_back, value, value.detach().clone())
         return
     if not isinstance(value, _CONTAINERS) or id(value) in seen:
@@ -289,7 +289,7 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
             yield from _restorers_of_value(element, seen)
 
 
-def _copy_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
+def _copy_back(tensor: Tensor, kept: Tensor) -> None:
     if not torch.equal(tensor, kept):
         with torch.no_grad():
             tensor.copy_(kept)

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import (
@@ -83,8 +83,8 @@ class HierarchicalAllGather(_TwoStage):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -97,7 +97,7 @@ class HierarchicalAllGather(_TwoStage):
         finish = self._by_messages(output_MKN, input_tensor)
         return finish_later(finish, self._deferred)
 
-    def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> Callable[[], None]:
+    def _by_messages(self, output_MKN: Tensor, input_N: Tensor) -> Callable[[], None]:
         """Start the stage between nodes; what is returned does the rest."""
         node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
         shard_bytes = input_N.numel() * input_N.element_size()
@@ -126,7 +126,7 @@ class HierarchicalAllGather(_TwoStage):
 
         return finish
 
-    def _by_collectives(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
+    def _by_collectives(self, output_MKN: Tensor, input_N: Tensor) -> None:
         shard_bytes = input_N.numel() * input_N.element_size()
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
         with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
@@ -143,8 +143,8 @@ class HierarchicalReduceScatter(_TwoStage):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
@@ -157,7 +157,7 @@ class HierarchicalReduceScatter(_TwoStage):
             output_tensor /= divisor
         return None
 
-    def sum_inside(self, input_MKN: torch.Tensor) -> torch.Tensor:
+    def sum_inside(self, input_MKN: Tensor) -> Tensor:
         """Return the sums over this node for the slots of this rank's peers between nodes [M, N]."""
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
@@ -178,7 +178,7 @@ class HierarchicalReduceScatter(_TwoStage):
             sum_in_order(list(received_KMN), partial_MN)
         return partial_MN
 
-    def _sum_between(self, output_N: torch.Tensor, partial_MN: torch.Tensor) -> None:
+    def _sum_between(self, output_N: Tensor, partial_MN: Tensor) -> None:
         node_ranks = self.ranks_of(self.inter_group)
         if not prefers_messages(self.inter_group, partial_MN.device):
             n_bytes = partial_MN.numel() * partial_MN.element_size()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
 from smp_core.codecs.codec import codec
@@ -40,7 +41,7 @@ class Unit(Protocol):
 
     def shard_layout(self) -> Sequence[tuple[str, int]]: ...
 
-    def local_shards(self) -> Sequence[torch.Tensor]: ...
+    def local_shards(self) -> Sequence[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Traffic:
             return HierarchicalReduceScatter(self._meter, *self._stages)
         return FlatReduceScatter(self._meter)
 
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """List the parts of unsharded parameters that this rank holds between forward and backward."""
         return [secondary.part for secondary in self._secondary if secondary.part is not None]
 
@@ -245,7 +246,7 @@ class Traffic:
 
     # What was rounded off and not made up for yet is part of a training's state.
 
-    def error_feedback(self) -> dict[str, torch.Tensor]:
+    def error_feedback(self) -> dict[str, Tensor]:
         """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks of a pipeline
         stage. Collective over these."""
         if not self.keeps_remainders:
@@ -265,7 +266,7 @@ class Traffic:
             )
         return found
 
-    def load_error_feedback(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def load_error_feedback(self, saved: Mapping[str, Tensor]) -> None:
         """Take up what :meth:`error_feedback` gave; names of units that are not here are left out."""
         if not self.keeps_remainders:
             return

@@ -34,7 +34,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -282,7 +282,7 @@ def _keep_alike(
         return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
-    def stepped() -> Sequence[torch.Tensor]:
+    def stepped() -> Sequence[Tensor]:
         masters = world()
         return whole if masters is None else masters.stepped(whole)
 
@@ -390,10 +390,10 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
     if fp8 is None:
         return
 
-    def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
+    def maximum_by(metered: CommMeter) -> Callable[[Tensor], None]:
         reduce = FlatMaxReduce(metered)
 
-        def all_reduce_max(amax: torch.Tensor) -> None:
+        def all_reduce_max(amax: Tensor) -> None:
             if mesh.model_degree > 1:
                 reduce(amax, mesh.model_group)
 
@@ -441,7 +441,7 @@ def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> 
     return as_forward
 
 
-def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
+def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[Tensor]:
     """Yield the replicated parameters, and all buffers."""
     by_name = dict(model.named_parameters())
     for names in plan.replicated_parameters:

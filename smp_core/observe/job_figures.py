@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import Axis
 from smp_core.comm import LINK_CLASSES, LinkClass
@@ -46,7 +47,7 @@ class _Counts:
     tokens: float = 0.0
     flops: float = 0.0
     batches: float = 0.0
-    loss: float | torch.Tensor = 0.0
+    loss: float | Tensor = 0.0
 
 
 class JobFigures:
@@ -153,7 +154,7 @@ class JobFigures:
             yield
         self._forward_flops += measured.flops.forward
 
-    def count(self, samples: int, tokens: int | None, loss: torch.Tensor | None = None) -> None:
+    def count(self, samples: int, tokens: int | None, loss: Tensor | None = None) -> None:
         """Count a batch of this rank.
 
         Args:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
@@ -55,7 +55,7 @@ class Muon(StepsTogether):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -154,7 +154,7 @@ class Muon(StepsTogether):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         updates = [self._with_momentum(parameter, group) for parameter in parameters]
 
-        def work(matrices: torch.Tensor) -> torch.Tensor:
+        def work(matrices: Tensor) -> Tensor:
             return orthogonalize(
                 matrices,
                 coefficients=group["ns_coefficients"],
@@ -179,7 +179,7 @@ class Muon(StepsTogether):
                 weights = matrix.part_of(_local(of_mesh[matrix.parameter]), rank, degree)
                 _apply(weights, update, matrix.shape, group)
 
-    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Return what is to be orthogonalized, sharded like the parameter."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
@@ -187,7 +187,7 @@ class Muon(StepsTogether):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update: torch.Tensor = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update: Tensor = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update
 
     def _owners_of(self, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> Owners:
@@ -210,8 +210,8 @@ class Muon(StepsTogether):
     def _step_whole(
         self,
         parameter: nn.Parameter,
-        update: torch.Tensor,
-        work: Callable[[torch.Tensor], torch.Tensor],
+        update: Tensor,
+        work: Callable[[Tensor], Tensor],
         group: dict[str, Any],
     ) -> None:
         """Step a parameter whose matrices this rank holds whole, or gathers."""
@@ -232,7 +232,7 @@ class Muon(StepsTogether):
         weights.sub_(_local(shard_like(update, whole)))
 
 
-def _apply(weights: torch.Tensor, update: torch.Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
+def _apply(weights: Tensor, update: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
     """Step this rank's rows of a matrix of this whole ``shape``."""
     weights.mul_(1 - _number(group["lr"]) * group["weight_decay"])
     weights.add_(update, alpha=-_rate(shape, group))
@@ -246,22 +246,22 @@ def _rate(shape: Sequence[int], group: dict[str, Any]) -> float:
     return _number(group["lr"]) * math.sqrt(max(1, rows / columns))
 
 
-def _number(value: float | torch.Tensor) -> float:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mesh_of_rows(parameter: torch.Tensor) -> DeviceMesh | None:
+def _mesh_of_rows(parameter: Tensor) -> DeviceMesh | None:
     """Return the mesh of a matrix that is sharded by rows and in no other way; None: another kind of tensor."""
     if not isinstance(parameter, DTensor) or parameter.ndim != 2 or parameter.device_mesh.size() == 1:
         return None
     return parameter.device_mesh if parameter.placements == (Shard(0),) else None
 
 
-def _holds_whole_matrices(parameter: torch.Tensor) -> bool:
+def _holds_whole_matrices(parameter: Tensor) -> bool:
     """Return whether each matrix of a parameter lies on one rank: it is not sharded, or by dims before the last two."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return True
@@ -280,7 +280,7 @@ def _matrices(shape: Sequence[int], split: Split | None) -> list[tuple[tuple[int
     return [(each, columns) if dim == 0 else (rows, each) for each in stretches]
 
 
-def _fits(parameter: torch.Tensor, split: Split) -> bool:
+def _fits(parameter: Tensor, split: Split) -> bool:
     dim, sizes = split
     return parameter.ndim == 2 and sum(sizes) == parameter.shape[dim]
 
@@ -293,8 +293,8 @@ def _adamw(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
 
 
 def orthogonalize(
-    matrices: torch.Tensor, *, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
+    matrices: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
+) -> Tensor:
     """Return each matrix with its singular values brought near 1.
 
     Args:
@@ -310,7 +310,7 @@ def orthogonalize(
         x = x.mT
     if x.ndim == 2:
         x.div_(x.norm().clamp(min=eps))
-        product: Callable[..., torch.Tensor] = torch.addmm
+        product: Callable[..., Tensor] = torch.addmm
     else:
         x = x.reshape(-1, *x.shape[-2:])
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)

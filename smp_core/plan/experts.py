@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Transformers' mark. It has no public name; the class decorator leaves nothing else that other modules do not have.
 _MARK = "_is_expert_parallel"
@@ -45,7 +44,7 @@ class ExpertSite(Protocol):
     smp_experts: ClassVar[bool] = True
     num_experts: int
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
 from smp_core.codecs import BLOCK
 
@@ -89,7 +89,7 @@ _OURS = {"AdamW8bit": OPTIMIZERS["adamw8bit"]}
 _OPTIONS = {"momentum": " with momentum", "amsgrad": " with amsgrad", "centered": ", centered"}
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
+def states_of(optimizer: Optimizer) -> OptimizerStates:
     """Return what this optimizer is going to keep. Its states are not looked at: before the first step there are
     none."""
     groups = optimizer.param_groups
@@ -111,7 +111,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
     return OptimizerStates(type(optimizer).__name__, 2, origin="found", known=False)
 
 
-def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> OptimizerStates:
+def planned_states(asked: str, optimizers: Sequence[Optimizer] = ()) -> OptimizerStates:
     """Return what to plan with.
 
     Args:

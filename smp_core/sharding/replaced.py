@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from smp_core.checkpoint import iterate_tensors, map_tensors, path_text, shard_like
@@ -70,7 +70,7 @@ class ReplacedParameters:
                 move_hooks(old, self._now[old])
         self.hooked.clear()
 
-    def _require_no_reference(self, name: str, old: torch.Tensor) -> None:
+    def _require_no_reference(self, name: str, old: Tensor) -> None:
         if any(tensor in self._now for tensor in reached_by_hooks(old)):
             raise ValueError(
                 f"a hook of {name} refers to parameters that {self.model} had before it was sharded (an optimizer, a "
@@ -78,17 +78,15 @@ class ReplacedParameters:
                 "model.parameters() has after prepare(model), in Lightning in on_fit_start"
             )
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
+    def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._now
 
-    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+    def current(self, parameter: Tensor) -> Tensor:
         """Return what stands in the place of a parameter now; one that was not replaced is itself."""
-        found: torch.Tensor = self._now.get(parameter, parameter)
+        found: Tensor = self._now.get(parameter, parameter)
         return found
 
-    def current_states(
-        self, states: Iterable[tuple[torch.Tensor, Any]], device: torch.device
-    ) -> dict[torch.Tensor, Any]:
+    def current_states(self, states: Iterable[tuple[Tensor, Any]], device: torch.device) -> dict[Tensor, Any]:
         """Return optimizer states of replaced parameters as those of the parameters that the model has now: rank 0's,
         as the weights are; tensors of a parameter's shape become shards of it. Collective over the world.
 
@@ -120,7 +118,7 @@ class _Replaced(nn.Parameter):
     clipped or stepped would do nothing."""
 
     @property
-    def grad(self) -> torch.Tensor | None:
+    def grad(self) -> Tensor | None:
         raise RuntimeError(
             f"a parameter of shape {list(self.shape)} was read for its gradient, which a model had before it was "
             "sharded, and which receives none any more: make the list anew from model.parameters() after "
@@ -128,7 +126,7 @@ class _Replaced(nn.Parameter):
         )
 
     @grad.setter
-    def grad(self, gradient: torch.Tensor | None) -> None:
+    def grad(self, gradient: Tensor | None) -> None:
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -136,7 +134,7 @@ class _Replaced(nn.Parameter):
         return copied
 
 
-def of_replaced(parameters: Iterable[torch.Tensor]) -> tuple[str | None, int]:
+def of_replaced(parameters: Iterable[Tensor]) -> tuple[str | None, int]:
     """Count the parameters that a model had before it was sharded.
 
     Returns:

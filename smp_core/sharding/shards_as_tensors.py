@@ -56,6 +56,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
@@ -161,32 +162,32 @@ def _has_plain(values: Any) -> bool:
     for value in values:
         if type(value) is DTensor:
             continue
-        if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _has_plain(value)):
+        if isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and _has_plain(value)):
             return True
     return False
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
 
 
-def _counts(plain: torch.Tensor) -> bool:
+def _counts(plain: Tensor) -> bool:
     """Return whether an unsharded operand may have other values on other ranks, or is as large as a sharded one."""
     return plain.ndim > 0 or (torch.is_grad_enabled() and plain.requires_grad)
 
 
-def _gathered(operand: torch.Tensor, mesh: SmpMesh, name: str) -> torch.Tensor:
+def _gathered(operand: Tensor, mesh: SmpMesh, name: str) -> Tensor:
     if not isinstance(operand, DTensor):
         return operand
     with here.waiting(f"{name} of a parameter and an unsharded tensor, which all ranks have to compute"):
         return unsharded_value(operand.detach(), mesh).to(local_of(operand).device)
 
 
-def _own_part(operand: torch.Tensor, written: DTensor) -> torch.Tensor:
+def _own_part(operand: Tensor, written: DTensor) -> Tensor:
     """Return this rank's part of an unsharded operand, beside a tensor that is written into."""
     if isinstance(operand, DTensor) or operand.ndim == 0:
         return operand
@@ -232,7 +233,7 @@ class Placed:
 
 
 @torch.no_grad()
-def sharded_mean(gradient: torch.Tensor, layout: Placed) -> torch.Tensor | None:
+def sharded_mean(gradient: Tensor, layout: Placed) -> Tensor | None:
     """Return the mean of an unsharded gradient over the ranks whose gradients are averaged, in the layout of its
     tensor; None for one that is sharded. Collective over these ranks."""
     mesh = None if isinstance(gradient, DTensor) else mesh_on(layout.device_mesh)
@@ -247,7 +248,7 @@ def sharded_mean(gradient: torch.Tensor, layout: Placed) -> torch.Tensor | None:
     return replicated.redistribute(placements=layout.placements)
 
 
-def _look_for_differences(plain: torch.Tensor, mesh: SmpMesh) -> None:
+def _look_for_differences(plain: Tensor, mesh: SmpMesh) -> None:
     """Warn once if an unsharded tensor of a parameter's shape differs between ranks, among the first of them."""
     if next(_looks) >= _LOOKED_AT:
         return
@@ -268,7 +269,7 @@ def _warn_once() -> None:
     )
 
 
-def take_part_of_gradient(parameter: torch.Tensor) -> None:
+def take_part_of_gradient(parameter: Tensor) -> None:
     """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad * mask``) be this rank's part of
     it. Local."""
     if isinstance(parameter, DTensor) and parameter.grad is not None and not isinstance(parameter.grad, DTensor):
@@ -373,7 +374,7 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _like_whole(target: DTensor) -> torch.Tensor:
+def _like_whole(target: DTensor) -> Tensor:
     return torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
 
 

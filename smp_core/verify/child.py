@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.verify.recorder import refuse
 from smp_core.verify.request import Request, requested
@@ -82,19 +83,19 @@ def prepare() -> None:
 
 def _stay_in_float64() -> None:
     """Let float64 tensors stay what they are where code asks for float32, as norms and losses of Transformers do."""
-    own_float, own_to = torch.Tensor.float, torch.Tensor.to
+    own_float, own_to = Tensor.float, Tensor.to
 
-    def as_float(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if tensor.dtype == torch.float64 else own_float(tensor, *args, **kwargs)
 
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype == torch.float64:
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return own_to(tensor, *args, **kwargs)
 
-    torch.Tensor.float, torch.Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
+    Tensor.float, Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
 
 
 def train(command: Sequence[str]) -> None:

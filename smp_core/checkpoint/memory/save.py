@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.checkpoint.folders.file_system import new_save_id
 from smp_core.checkpoint.folders.storage import BLOCK_BYTES
@@ -263,7 +264,7 @@ class MemorySaver:
         before, number = self._before, self.slots.number
         size = parts[before].files[TENSORS].bytes
 
-        def room() -> list[torch.Tensor]:
+        def room() -> list[Tensor]:
             if before not in lonely:
                 return []
             slot = self._copies.get(number)
@@ -292,15 +293,15 @@ def record_of(content: bytes | memoryview) -> FileRecord:
     return FileRecord(len(content), digest.hexdigest(), 0, digest_of(b"", _ALGORITHM))
 
 
-def pieces(tensors: Sequence[torch.Tensor], piece_bytes: int = _PIECE_BYTES) -> list[torch.Tensor]:
+def pieces(tensors: Sequence[Tensor], piece_bytes: int = _PIECE_BYTES) -> list[Tensor]:
     """Cut bytes into messages."""
     return [part for tensor in tensors for part in tensor.split(piece_bytes) if len(part)]
 
 
 def exchange_copies(
-    sent: Sequence[torch.Tensor],
+    sent: Sequence[Tensor],
     to: int,
-    taken: Sequence[torch.Tensor],
+    taken: Sequence[Tensor],
     source: int,
     group: dist.ProcessGroup | None,
     piece_bytes: int = _PIECE_BYTES,

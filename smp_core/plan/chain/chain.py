@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 Place = int | str
 """Of an argument: its position, or its keyword."""
@@ -119,13 +119,13 @@ def with_argument(
     return args, {**kwargs, place: value}
 
 
-def given_by(output: Any, gives: tuple[int, int] | None) -> torch.Tensor:
+def given_by(output: Any, gives: tuple[int, int] | None) -> Tensor:
     """Return the chain's tensor of what a block gave."""
-    found: torch.Tensor = output if gives is None else output[gives[0]]
+    found: Tensor = output if gives is None else output[gives[0]]
     return found
 
 
-def with_output(output: Any, gives: tuple[int, int] | None, value: torch.Tensor) -> Any:
+def with_output(output: Any, gives: tuple[int, int] | None, value: Tensor) -> Any:
     """Return what a block gave with another tensor for the chain's."""
     if gives is None:
         return value

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint import iterate_tensors
@@ -243,8 +243,8 @@ class _Calls:
     module: nn.Module
     blocks: dict[nn.Module, str]
     order: list[nn.Module] = field(default_factory=list)
-    takes: list[dict[Place, torch.Tensor]] = field(default_factory=list)
-    gives: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    takes: list[dict[Place, Tensor]] = field(default_factory=list)
+    gives: list[dict[int, Tensor]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     kind: type = tuple
     early: list[Early] = field(default_factory=list)
@@ -264,18 +264,18 @@ class _Calls:
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.order.append(block)
-        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, torch.Tensor)})
+        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, Tensor)})
 
     def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
         several = isinstance(output, (tuple, list))
         self.sizes.append(len(output) if several else 0)
         self.kind = type(output) if several else tuple
         given = enumerate(output if several else [output])
-        self.gives.append({place: value for place, value in given if isinstance(value, torch.Tensor)})
+        self.gives.append({place: value for place, value in given if isinstance(value, Tensor)})
 
     def _note_early(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.order:
-            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, torch.Tensor)), None)
+            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, Tensor)), None)
             self.early.append((module, taken, output))
 
 
@@ -327,8 +327,8 @@ class _Cuts:
 
     def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
         self._blocks, self._takes, self._gives = calls.order, takes, gives
-        self._entering: torch.Tensor | None = None
-        self._given: list[torch.Tensor] = []
+        self._entering: Tensor | None = None
+        self._given: list[Tensor] = []
         self.early: set[Any] = set()
         self.visited: set[Any] = set()
         self.taken: list[set[nn.Parameter]] = [set() for _ in range(len(self._blocks) + 2)]
@@ -386,12 +386,12 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         # Not attributes, which stages know of all parameters.
-        if isinstance(made, (torch.Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
+        if isinstance(made, (Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
             self._cuts.note([args, kwargs], made)
         return made
 
 
-def _reached(tensors: Iterable[torch.Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
+def _reached(tensors: Iterable[Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
     """Return the parameters that gradients of these tensors come to.
 
     Args:

@@ -26,17 +26,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from smp_core.cluster import of_all_ranks
 from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
 from smp_core.torch_facts import is_absent
 
-K = TypeVar("K", bound=type[torch.optim.Optimizer])
+K = TypeVar("K", bound=type[Optimizer])
 
-TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+TORCHS_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     (
         torch.optim.SGD,
         torch.optim.Adam,
@@ -52,7 +53,7 @@ TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """torch's optimizers that step each element by itself, and sharded parameters like unsharded ones."""
 
-STEP_SHARDS: frozenset[type[torch.optim.Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
+STEP_SHARDS: frozenset[type[Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
 """Optimizers that step each sharded parameter like an unsharded one, by itself: without a trial, in any portions."""
 
 # Of other packages, by name, which are not imported for it.
@@ -75,8 +76,8 @@ _ACROSS = (
 )
 _TORCHAO = "torchao"
 
-_registered_elementwise: set[type[torch.optim.Optimizer]] = set()
-_registered_tensorwise: set[type[torch.optim.Optimizer]] = set()
+_registered_elementwise: set[type[Optimizer]] = set()
+_registered_tensorwise: set[type[Optimizer]] = set()
 
 
 def register_elementwise(kind: K) -> K:
@@ -111,7 +112,7 @@ def register_tensorwise(kind: K) -> K:
     return kind
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is not known to step each element by itself.
 
     Raises:
@@ -127,7 +128,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal(kind, "element", looks_across, gives, instead)
 
 
-def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
+def require_tensorwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is not known to step each tensor by itself.
 
     Raises:
@@ -142,7 +143,7 @@ def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal(kind, "tensor", looks_across, steps, instead)
 
 
-def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
+def refuse_unsaveable(optimizer: Optimizer) -> None:
     """Refuse optimizers whose states checkpoints cannot hold.
 
     Raises:
@@ -157,7 +158,7 @@ def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _steps_elements(kind: type[torch.optim.Optimizer]) -> bool:
+def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
     return kind in TORCHS_ELEMENTWISE or kind in _registered_elementwise or full_name in _ELEMENTWISE
 
@@ -193,7 +194,7 @@ def derive(kind: Any, methods: type, base: str) -> Any:
 logger = logging.getLogger("smp")
 
 
-def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
+def require_steps_shards(optimizer: Optimizer) -> None:
     """Refuse an optimizer that fails on sharded parameters, before the first step does. Collective over the world for
     what is not known.
 
@@ -239,13 +240,13 @@ def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
         )
 
 
-def held(group: Mapping[str, Any]) -> list[torch.Tensor]:
+def held(group: Mapping[str, Any]) -> list[Tensor]:
     """List the parameters of an optimizer's group but those of other pipeline stages, which it passes over: they have
     no gradients."""
     return [parameter for parameter in group["params"] if not is_absent(parameter)]
 
 
-def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
+def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
     """Return what goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer
     like this one cannot be made."""
     device = next(iter(meshes)).device_type
@@ -262,7 +263,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[Devi
             logger.info("%s was not tried on shards: %s: %s", type(optimizer).__name__, type(error).__name__, error)
             return None
 
-        def closure() -> torch.Tensor:
+        def closure() -> Tensor:
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             return torch.ones((), device=device)
@@ -280,7 +281,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[Devi
     return None
 
 
-def _likeness_key(parameter: torch.Tensor, degree: int) -> Any:
+def _likeness_key(parameter: Tensor, degree: int) -> Any:
     sharded = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
     return sharded, _small_shape(parameter.shape, degree), parameter.dtype, parameter.requires_grad
 
@@ -294,7 +295,7 @@ def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
     return (rows, *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]))
 
 
-def _likeness(parameter: torch.Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
+def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
     device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
@@ -335,7 +336,7 @@ def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, De
             dist.destroy_process_group(group)
 
 
-def made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
+def made_like(optimizer: Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
     """Return an optimizer of the same class with the same options over other parameters, ready to step."""
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters
