@@ -43,6 +43,7 @@ from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -157,7 +158,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         self.smp_mesh: SmpMesh | None = None
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
-        self._prepared_together: list[torch.optim.Optimizer] = []
+        self._prepared_together: list[Optimizer] = []
         self._watch: RankWatch | None = None
         if _must_say_cpu():
             arguments["cpu"] = True
@@ -241,7 +242,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         if self.smp_mesh is not None:
             synchronize_metrics(self.smp_mesh)  # torchmetrics may have been imported since
         if self.sharding:
-            self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+            self._prepared_together = [obj for obj in args if isinstance(obj, Optimizer)]
             prepared = list(args)
             try:
                 for place, obj in enumerate(args):
@@ -328,14 +329,14 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             return super().torch_device_mesh
         return None if self._parallelism is None or self._counted == DATA else self._parallelism.device_mesh
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""
         if self.sharding and not getattr(optimizer, "_is_accelerate_prepared", False):
             self._adopt(optimizer)
             is_prepared(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def _adopt(self, optimizer: Optimizer) -> None:
         """Give the optimizer the sharded parameters of the models that it steps, and hook its steps."""
         handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
         if not handles:
@@ -355,7 +356,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         after_each_step(optimizer, self._after_step(stepped))
 
     def _before_step(self, handle: ParallelModel) -> Any:
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
             handle.window.close()
             if self.memory is not None:
                 self.memory.before_update()
@@ -426,7 +427,7 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
         logger.info("InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s", device.type, backends)
 
 
-_prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
@@ -440,12 +441,12 @@ def watch_for_unprepared() -> None:
         _hooks.append(register_optimizer_step_pre_hook(_refuse))
 
 
-def is_prepared(optimizer: torch.optim.Optimizer) -> None:
+def is_prepared(optimizer: Optimizer) -> None:
     """Record that ``optimizer`` has been given the model's present parameters."""
     _prepared.add(optimizer)
 
 
-def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _prepared:
         return
     model, n = of_replaced(parameter for group in optimizer.param_groups for parameter in group["params"])

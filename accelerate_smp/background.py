@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
+from torch.optim import Optimizer
 
 from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.config import SmpConfig
@@ -41,9 +41,9 @@ class BackgroundSavingAccelerator(Accelerator):
         """Count on from so many steps."""
         self._steps_before, self._steps_of = steps, {}
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare as Accelerate does, and count the steps."""
-        if isinstance(optimizer, torch.optim.Optimizer) and not getattr(optimizer, "_is_accelerate_prepared", False):
+        if isinstance(optimizer, Optimizer) and not getattr(optimizer, "_is_accelerate_prepared", False):
 
             def count() -> None:
                 self._steps_of = {**self._steps_of, id(optimizer): self._steps_of.get(id(optimizer), 0) + 1}

@@ -20,10 +20,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
 
 from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
@@ -237,7 +237,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model) if handle is None else handle.model_state()
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     handle = parallel_of(model)
     return named_optimizer_state(model, optimizer) if handle is None else handle.optimizer_state(optimizer)
 
@@ -261,7 +261,7 @@ def _load_fp8(models: list[nn.Module], path: OpenCheckpoint, rest: dict[str, Any
 
 
 def load_optimizers(
-    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], path: str | os.PathLike[str], rest: dict[str, Any]
+    models: list[nn.Module], optimizers: list[Optimizer], path: str | os.PathLike[str], rest: dict[str, Any]
 ) -> None:
     """Load optimizer states, by parameter name, on any sharding. Collective."""
     path = open_checkpoint(path)
@@ -295,11 +295,11 @@ def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:
     return [uncompiled(model) for model in accelerator._models]
 
 
-def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[torch.optim.Optimizer]:
+def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[Optimizer]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
-def _owner(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> nn.Module:
+def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
     stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
     for model in models:
         if stepped <= {id(parameter) for parameter in model.parameters()}:

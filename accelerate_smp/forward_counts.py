@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.engine import ParallelModel
 from smp_core.observe import JobFigures
@@ -18,8 +19,8 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 def sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the samples and the tokens of a forward's arguments; None: not known."""
-    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
-    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), Tensor)]
+    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, Tensor)]
     samples = [each.shape[0] for each in inputs if each.ndim]
     tokens = token_ids[0].numel() if token_ids else None
     return samples[0] if samples else 0, tokens

@@ -4,7 +4,7 @@
     model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
                                                model: written by rank 0, whole; a class may run its model there
     accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
-                                               likewise (smp_core/sharding/pickling.py)
+                                               likewise (smp_core/sharding/shards_as_tensors.py)
 
 All but the last have to be called on every rank, which is checked before anything is gathered.
 """
@@ -17,9 +17,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_smp.handle import parallel_of
@@ -128,7 +127,7 @@ def _plain(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Make ``state_dict()`` of the model and its parts return values of ``state`` inside the block."""
     shown = dict(model.named_modules())
     for name, part in shown.items():
@@ -142,8 +141,8 @@ def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[No
             del part.state_dict
 
 
-def _giving(own: Mapping[str, torch.Tensor]) -> Any:
-    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, torch.Tensor]:
+def _giving(own: Mapping[str, Tensor]) -> Any:
+    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, Tensor]:
         return {prefix + name: tensor for name, tensor in own.items()}
 
     return state_dict

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate_smp.handle import parallel_of
 from smp_core.cluster import SmpMesh
@@ -27,7 +26,7 @@ class GradientsAccelerator(Accelerator):
     monitor: Any = None
     """The :class:`accelerate_smp.SmpMonitor` of this loop; it puts itself here."""
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does; a monitor takes its time."""
         with contextlib.nullcontext() if self.monitor is None else self.monitor.around_backward(loss):
             super().backward(loss, **kwargs)
@@ -49,9 +48,7 @@ class GradientsAccelerator(Accelerator):
         with super().no_sync(model) if handle is None else handle.window.accumulate():
             yield
 
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> Any:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm over all ranks.
 
         Returns:
@@ -68,14 +65,14 @@ class GradientsAccelerator(Accelerator):
             **self._over_stages(),
         )
 
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Limit every gradient element to ``[-clip_value, clip_value]``."""
         if self.smp_mesh is None:
             super().clip_grad_value_(parameters, clip_value)
             return
         clip_grad_value_(self._gradients_of(parameters), clip_value)
 
-    def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
+    def grad_norm(self, parameters: Tensor | Iterable[Tensor], norm_type: float = 2) -> Tensor:
         """Return the norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
         assert self.smp_mesh is not None
         over = self.smp_mesh.gradient_group
@@ -87,9 +84,9 @@ class GradientsAccelerator(Accelerator):
     def _over_stages(self) -> dict[str, Any]:
         return next((handle.over_stages() for handle in self._handles()), {})
 
-    def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _gradients_of(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Close the windows and undo loss scaling; map parameters of before ``prepare`` to the sharded ones."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for handle in self._handles():
             handle.window.close()
         self.unscale_gradients()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from torch import Tensor
 
 from smp_core.cluster import DATA, GRADIENTS, Axis, Layout
 from smp_core.context_parallel import part_of_mean
@@ -170,7 +171,7 @@ class PipelinedAccelerator(Accelerator):
 
         scaled = scale_in_stages(self.scaler)
 
-        def loss_in(result: Any) -> torch.Tensor:
+        def loss_in(result: Any) -> Tensor:
             return loss_of(result, name)
 
         with self._inside_step():
@@ -213,7 +214,7 @@ class PipelinedAccelerator(Accelerator):
         finally:
             self._is_inside_step = False
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does; the loss of a step in stages has been through it, and its window is closed.
 
         Raises:
@@ -248,7 +249,7 @@ class PipelinedAccelerator(Accelerator):
         return super().gather(tensor)
 
 
-def _require_unchanged(divisor: float, gradient: torch.Tensor) -> None:
+def _require_unchanged(divisor: float, gradient: Tensor) -> None:
     if abs(gradient.item() * divisor - 1.0) > 1e-3:
         raise ValueError(
             f"the loss of a step in pipeline stages was multiplied by {gradient.item() * divisor:.6g} before backward, "

@@ -15,10 +15,9 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -218,7 +217,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             return returned
         return recursively_apply(self._whole, returned)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _whole(self, tensor: Tensor) -> Tensor:
         if self._present is None and tensor.is_floating_point():
             return self.mean_over_context(tensor)
         return self._over_context(tensor)
@@ -251,7 +250,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         model.register_forward_hook(leave, always_call=True)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does; a mean over this rank's targets counts as its part of the mean over all of
         them.
         """
@@ -259,7 +258,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             loss = part_of_mean(loss)
             super().backward(loss if self.batch_weight == 1.0 else loss * self.batch_weight, **kwargs)
 
-    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather a tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
         if self._present is None:
             return tensor
@@ -286,7 +285,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             raise ValueError(INSIDE_STEP)
         return recursively_apply(self._reduced, tensor, reduction=reduction, error_on_other_type=True)
 
-    def _reduced(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
         total = tensor.clone()
         op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
         with here.waiting("accelerator.reduce"):
@@ -330,7 +329,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         finally:
             self._each_sample_once = False
 
-    def _over_context(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _over_context(self, tensor: Tensor) -> Tensor:
         split = self._present
         if split is None:
             return tensor
@@ -338,7 +337,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             return self.full_sequence(tensor)
         return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
 
-    def mean_over_context(self, tensor: torch.Tensor) -> torch.Tensor:
+    def mean_over_context(self, tensor: Tensor) -> Tensor:
         """Average a tensor over the ranks that share sequences. Collective over them."""
         if self.context_degree == 1:
             return tensor

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 
 from accelerate_smp.compiled import with_dynamo_plugin
 from smp_core.cluster import SmpMesh
@@ -25,7 +26,7 @@ def shard(
     topology: Topology,
     accelerator: Accelerator,
     mesh: SmpMesh | None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizers: Sequence[Optimizer] = (),
 ) -> ParallelModel:
     """Shard a model; a pre-sharded one keeps its sharding and gets the other features. Collective.
 
@@ -62,7 +63,7 @@ def shard(
     return handle
 
 
-def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+def steps(optimizer: Optimizer, model: nn.Module) -> bool:
     """Return whether the optimizer has any of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
@@ -27,8 +28,8 @@ class PipelinedTrainerMixin(_Base):
     _takes_micro_batches = False
 
     def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Take a batch forward and backward as Trainer does, in micro-batches where there are stages."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None or handle.pipeline is None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
@@ -106,7 +107,7 @@ class SharedSequencesTrainerMixin(_Base):
             # Peers may have other samples than the first, whose batch it is.
             counted.append({"labels": labels if context.group.rank == 0 else torch.full_like(labels, -100)})
         number = super()._get_num_items_in_batch(counted, device)
-        if not isinstance(number, torch.Tensor):
+        if not isinstance(number, Tensor):
             return number
         if self.args.average_tokens_across_devices:
             return number
@@ -173,7 +174,7 @@ class SharedSequencesTrainerMixin(_Base):
         return loss, logits, labels
 
 
-def _of_own_targets(function: Callable[..., Any], outputs: Any, labels: torch.Tensor | None, **options: Any) -> Any:
+def _of_own_targets(function: Callable[..., Any], outputs: Any, labels: Tensor | None, **options: Any) -> Any:
     """Call a loss function of Trainer, which compares a token's logits with the next token's label, on this rank's
     tokens.
 

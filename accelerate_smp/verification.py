@@ -19,7 +19,7 @@ import torch
 from accelerate import data_loader
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from accelerate_smp import accelerator as accelerators
@@ -156,7 +156,7 @@ class _Recording:
         accelerator._schedulers[-1] = SmpScheduler(prepared, self.readers)
         return accelerator._schedulers[-1]
 
-    def _backward(self, original: Any, accelerator: SmpAccelerator, loss: torch.Tensor, **kwargs: Any) -> None:
+    def _backward(self, original: Any, accelerator: SmpAccelerator, loss: Tensor, **kwargs: Any) -> None:
         if self._training_loader is None:
             if not self._latest[0]:
                 refuse(_UNPREPARED)
@@ -187,8 +187,8 @@ class _Recording:
     def note_logged(self, values: Mapping[str, Any]) -> None:
         """Note numbers that the script logs."""
         for name, value in values.items():
-            if isinstance(value, (int, float, torch.Tensor)) and not any(word in name for word in _OF_THE_RUN):
-                if not isinstance(value, torch.Tensor) or value.numel() == 1:
+            if isinstance(value, (int, float, Tensor)) and not any(word in name for word in _OF_THE_RUN):
+                if not isinstance(value, Tensor) or value.numel() == 1:
                     self._logged[name] = float(value)
 
     # Steps

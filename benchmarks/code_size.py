@@ -3,8 +3,9 @@
     python benchmarks/code_size.py [--before CHECKOUT] [--out benchmarks/results/code_size.json]
 
 Counted are the three packages, by room, and the tests: tokens of code (comments, docstrings, ends of lines and
-indentation left out), lines that have any, and comments. The file keeps two counts: "before", of the checkout that
---before names, or what the file has already; and "after", of this one, which tests/core/test_code_size.py holds.
+indentation left out), lines that have any, comments, and statements with several comprehensions. The file keeps two
+counts: "before", of the checkout that --before names, or what the file has already; and "after", of this one, which
+tests/core/test_code_size.py holds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import io
 import json
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# What a statement may have inside that is not its own.
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,12 @@ class Size:
     tokens: int = 0
     lines: int = 0
     comments: int = 0
+    dense: int = 0
+    """Statements with several comprehensions."""
 
     def __add__(self, other: Size) -> Size:
-        return Size(self.tokens + other.tokens, self.lines + other.lines, self.comments + other.comments)
+        both = zip(astuple(self), astuple(other), strict=True)
+        return Size(*(one + another for one, another in both))
 
     @property
     def tokens_per_line(self) -> float:
@@ -56,12 +63,14 @@ class Size:
             "lines": self.lines,
             "tokens_per_line": round(self.tokens_per_line, 3),
             "comments_per_100_lines": round(self.comments_per_100_lines, 3),
+            "dense_statements": self.dense,
         }
 
 
 def size_of(text: str) -> Size:
     """Count the code of one file."""
-    docstrings = set(_docstrings(ast.parse(text)))
+    tree = ast.parse(text)
+    docstrings = set(_docstrings(tree))
     tokens = comments = 0
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -69,7 +78,17 @@ def size_of(text: str) -> Size:
         if token.type not in _NO_CODE and token.start not in docstrings:
             tokens += 1
             lines.update(range(token.start[0], token.end[0] + 1))
-    return Size(tokens, len(lines), comments)
+    return Size(tokens, len(lines), comments, _dense_statements(tree))
+
+
+def _dense_statements(tree: ast.Module) -> int:
+    """Count the statements with several comprehensions; those of statements inside others are these ones' own."""
+
+    def comprehensions(node: ast.AST) -> int:
+        below = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _BLOCKS)]
+        return isinstance(node, _COMPREHENSIONS) + sum(map(comprehensions, below))
+
+    return sum(isinstance(node, ast.stmt) and comprehensions(node) > 1 for node in ast.walk(tree))
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
@@ -113,12 +132,13 @@ def main() -> None:
     before = figures(asked.before) if asked.before else known.get("before", after)
     asked.out.write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n", encoding="utf-8")
 
-    print(f"{'':32} {'tokens':>8} {'before':>8} {'lines':>7} {'a line':>7} {'before':>7} {'comments':>9} {'before':>7}")
+    heads = f"{'tokens':>8} {'before':>8} {'lines':>7} {'a line':>7} {'before':>7} {'comments':>9} {'before':>7} dense"
+    print(f"{'':32} {heads}")
     for name, now, then in _rows(before, after):
-        print(
-            f"{name:32} {now['tokens']:8,} {then['tokens']:8,} {now['lines']:7,} {now['tokens_per_line']:7.2f} "
-            f"{then['tokens_per_line']:7.2f} {now['comments_per_100_lines']:9.2f} {then['comments_per_100_lines']:7.2f}"
-        )
+        size = f"{now['tokens']:8,} {then['tokens']:8,} {now['lines']:7,}"
+        density = f"{now['tokens_per_line']:7.2f} {then['tokens_per_line']:7.2f}"
+        comments = f"{now['comments_per_100_lines']:9.2f} {then['comments_per_100_lines']:7.2f}"
+        print(f"{name:32} {size} {density} {comments} {now['dense_statements']:5}")
 
 
 def _rows(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:

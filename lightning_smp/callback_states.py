@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import Path, iterate_tensors, shard_like
@@ -62,7 +61,7 @@ def give_shards(trainer: Trainer, content: dict[str, Any], module: nn.Module) ->
 
 def _sharded(state: Any, path: Path, places: set[Path], parameters: dict[str, nn.Parameter]) -> Any:
     """Put shards at some places of a nested state."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         like = _like(str(path[-1]), state, parameters) if path in places else None
         return state if like is None else shard_like(like, state)
     if isinstance(state, dict):
@@ -73,7 +72,7 @@ def _sharded(state: Any, path: Path, places: set[Path], parameters: dict[str, nn
     return state
 
 
-def _like(name: str, tensor: torch.Tensor, parameters: dict[str, nn.Parameter]) -> nn.Parameter | None:
+def _like(name: str, tensor: Tensor, parameters: dict[str, nn.Parameter]) -> nn.Parameter | None:
     """Return the parameter of a name, or of one that ends so (a submodule's own), or any other of the same shape."""
     alike = {key: parameter for key, parameter in parameters.items() if parameter.shape == tensor.shape}
     ending = [key for key in alike if f".{key}".endswith(f".{name}")]

@@ -13,7 +13,8 @@ from typing import Any
 
 import lightning
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_core.checkpoint import (
     CheckpointError,
@@ -102,13 +103,13 @@ class CheckpointFolder:
         if stored is None:
             return Unread(place, lambda: read_rest(self._opened, place, tensors=["*"]))
 
-        def read() -> torch.Tensor:
+        def read() -> Tensor:
             with TensorFiles(self._opened) as files:
                 return files.unsharded(stored)
 
         return Unread(place, read, self._opened.index.record(stored).shape)
 
-    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
+    def fill_weights(self, targets: dict[Place, Tensor]) -> None:
         stored = {place: self._places[place] for place in targets}
         dtypes = {place: self._opened.index.record(there).dtype for place, there in stored.items()}
         _warn_of_casts(self._path, targets, dtypes)
@@ -120,9 +121,7 @@ class CheckpointFolder:
             inner[place[-1]] = target
         load_checkpoint(self._opened, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
 
-    def load_optimizer(
-        self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
+    def load_optimizer(self, module: nn.Module, number: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         if all(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
             load_full_optimizer_state(optimizer, state)  # a hook has put another one in its place
             return
@@ -132,7 +131,7 @@ class CheckpointFolder:
         name_there = self._also_renamed(names, stepped_parameters(optimizer), saved)
         load_named_optimizer_state(self._opened, where, module, optimizer, name_there, verify="sizes", given=state)
 
-    def _also_renamed(self, names: list[str], parameters: list[torch.Tensor], saved: list[str]) -> Callable[[str], str]:
+    def _also_renamed(self, names: list[str], parameters: list[Tensor], saved: list[str]) -> Callable[[str], str]:
         """Return the translation of an optimizer's parameter names to those in the folder.
 
         Some parameters may have other names in the folder, which a hook has translated for the weights. The parameters
@@ -175,16 +174,14 @@ class CheckpointFile:
 
     def unread(self, place: Place) -> Unread:
         value = self._values[place]
-        return Unread(place, lambda: value, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
+        return Unread(place, lambda: value, tuple(value.shape) if isinstance(value, Tensor) else None)
 
-    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
+    def fill_weights(self, targets: dict[Place, Tensor]) -> None:
         _warn_of_casts(self._path, targets, {place: self._values[place].dtype for place in targets})
         for place, target in targets.items():
             copy_into(target, self._values[place])
 
-    def load_optimizer(
-        self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
+    def load_optimizer(self, module: nn.Module, number: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         load_full_optimizer_state(optimizer, state)
 
     def load_remainders(self, parallel: ParallelModel) -> None:
@@ -194,7 +191,7 @@ class CheckpointFile:
         return list(self.content.get(PER_RANK, []))
 
 
-def _warn_of_casts(path: Any, targets: Mapping[Place, torch.Tensor], saved: Mapping[Place, torch.dtype]) -> None:
+def _warn_of_casts(path: Any, targets: Mapping[Place, Tensor], saved: Mapping[Place, torch.dtype]) -> None:
     cast = [name for name, target in targets.items() if target.dtype != saved[name]]
     if cast:
         change = f"{saved[cast[0]]} to {targets[cast[0]].dtype}"

@@ -22,8 +22,7 @@ from torch import nn
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
-from lightning_smp.loader_places import places_of_loaders
-from lightning_smp.resume import random_of_rank
+from lightning_smp.resume import places_of_loaders, random_of_rank
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from smp_core.checkpoint import iterate_tensors, set_random_state
@@ -211,7 +212,7 @@ def _fingerprint(batch: Any) -> str:
 
 def _leaves(batch: Any) -> Iterator[bytes]:
     """Yield what a batch holds as bytes: tensors, arrays, numbers and text."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         plain = batch.detach().cpu().contiguous().reshape(-1)
         yield repr(batch.shape).encode()
         yield plain.view(torch.uint8).numpy().tobytes()
@@ -264,7 +265,7 @@ def _samples(batch: Any) -> int:
 
 def _rows(value: Any, size: int, rows: slice) -> Any:
     """Return a nested batch with these samples of everything that has ``size`` of them."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, (Tensor, np.ndarray)):
         return value[rows] if value.ndim and len(value) == size else value
     if isinstance(value, MutableMapping):
         cut = {key: _rows(each, size, rows) for key, each in value.items()}
@@ -272,7 +273,7 @@ def _rows(value: Any, size: int, rows: slice) -> Any:
         same.update(cut)
         return same
     if isinstance(value, (list, tuple)):
-        holds_batches = any(isinstance(each, (torch.Tensor, np.ndarray, MutableMapping)) for each in value)
+        holds_batches = any(isinstance(each, (Tensor, np.ndarray, MutableMapping)) for each in value)
         if len(value) == size and not holds_batches:
             return value[rows]
         each_cut = [_rows(each, size, rows) for each in value]

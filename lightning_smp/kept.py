@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _VALUES = (int, float, str, type(None))
 
@@ -32,13 +32,13 @@ class _Other:
 class _SeenTensor:
     """A tensor, and the count of its changes or, inside of inference mode where none are counted, its values."""
 
-    tensor: torch.Tensor
-    state: int | torch.Tensor
+    tensor: Tensor
+    state: int | Tensor
 
     def is_still(self, value: Any) -> bool:
         if value is not self.tensor:
             return False
-        if isinstance(self.state, torch.Tensor):
+        if isinstance(self.state, Tensor):
             return torch.equal(self.state, value)
         return self.state == value._version
 
@@ -69,7 +69,7 @@ class Kept:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    kinds = (list, deque, dict, torch.Tensor, *_VALUES)
+    kinds = (list, deque, dict, Tensor, *_VALUES)
     return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, kinds)}
 
 
@@ -79,7 +79,7 @@ def _seen(value: Any) -> Any:
         return {key: _seen(each) for key, each in value.items()}
     if isinstance(value, (list, deque)):
         return id(value), len(value), None if not len(value) else id(value[0])
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return _SeenTensor(value, value.clone() if value.is_inference() else value._version)
     return value if isinstance(value, _VALUES) else id(value)
 

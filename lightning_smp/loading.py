@@ -32,15 +32,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
-from lightning_smp.exception_saves import exception_checkpoints
-from lightning_smp.loader_places import places_of_loaders
 from lightning_smp.memory import PLACE, KeepsInMemory
-from lightning_smp.resume import Resume
+from lightning_smp.processes import exception_checkpoints
+from lightning_smp.resume import Resume, places_of_loaders
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,
@@ -122,11 +121,11 @@ class Loading:
         live, module = parallel.model_state(), parallel.module
         own_names = {clean_name(name): name for name in module.state_dict()}
         shown: dict[str, Any] = {}
-        streamed: dict[Place, torch.Tensor] = {}
+        streamed: dict[Place, Tensor] = {}
         for key, value in given.items():
             target = live.get(clean_name(key))
             if isinstance(value, Unread):
-                if isinstance(target, torch.Tensor) and value.shape == tuple(target.shape):
+                if isinstance(target, Tensor) and value.shape == tuple(target.shape):
                     streamed[value.name] = target
                     value = target
                 else:
@@ -147,12 +146,12 @@ class Loading:
 
     def load_into(self, tensors: Mapping[str, Any], given: Mapping[str, Any], device: torch.device) -> None:
         """Fill tensors like those of the model's state from a part of the dictionary. Collective."""
-        streamed: dict[Place, torch.Tensor] = {}
+        streamed: dict[Place, Tensor] = {}
         for key, value in _agreed(as_it_lies(given), self._source.unread, device).items():
             target = tensors.get(clean_name(key))
-            if isinstance(value, Unread) and isinstance(target, torch.Tensor) and value.shape == tuple(target.shape):
+            if isinstance(value, Unread) and isinstance(target, Tensor) and value.shape == tuple(target.shape):
                 streamed[value.name] = target
-            elif isinstance(target, torch.Tensor):
+            elif isinstance(target, Tensor):
                 fill(target, value.read() if isinstance(value, Unread) else value)
         with in_lightning_words():
             self._source.fill_weights(streamed)
@@ -219,7 +218,7 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
     def described(value: Any) -> Any:
         if isinstance(value, Unread):
             return "unread", value.name
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return "sharded" if isinstance(value, DTensor) else "whole", (value.shape, value.dtype)
         return "value", value
 

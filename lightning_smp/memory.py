@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_smp.exception_saves import exception_checkpoints
+from lightning_smp.processes import exception_checkpoints
 from smp_core.checkpoint import OpenCheckpoint, Ranks
 from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.memory import launcher_job

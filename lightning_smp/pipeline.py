@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_smp.kept import Kept
@@ -28,7 +30,7 @@ from smp_core.engine import ParallelModel
 from smp_core.pipeline import is_number, loss_of, mean_of, split_batch
 from smp_core.sharding.optimizer import scale_in_stages
 
-_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     "sum": torch.sum,
     "max": torch.amax,
@@ -69,12 +71,12 @@ class PipelinedSteps:
         assert parallel.pipeline is not None
         self._sequences = sequences
         self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline
-        self._zero_grads: list[torch.optim.Optimizer] = []
+        self._zero_grads: list[Optimizer] = []
 
     def train(
         self,
         run: Callable[..., Any],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         windows: int,
         args: tuple[Any, ...],
         weight: float = 1.0,
@@ -172,7 +174,7 @@ class PipelinedSteps:
         self._zero_grads.clear()
 
 
-def _loss_of(result: Any) -> torch.Tensor:
+def _loss_of(result: Any) -> Tensor:
     return loss_of(result, "training_step")
 
 
@@ -229,7 +231,7 @@ class _Logged:
                     "pipeline_parallel_degree numbers and torchmetrics can be logged, which the last stage sends to "
                     "the others"
                 )
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 arguments["value"] = value.detach().cpu()
             calls.append(_Call(arguments))
 
@@ -289,7 +291,7 @@ class _Logged:
         for call in calls:
             arguments = dict(call.arguments)
             value = arguments["value"]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 arguments["value"] = value.to(device)
             elif isinstance(value, _MetricOf):
                 metric: Any = self._metrics[value.name]

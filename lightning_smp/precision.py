@@ -67,15 +67,6 @@ class Fp8Precision(Precision):
             yield
 
 
-def autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """Return the dtype in which forward passes run under autocast; None: without it."""
-    if isinstance(plugin, Fp8Precision):
-        return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
-    if isinstance(plugin, MixedPrecision):
-        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[str(plugin.precision)]
-    return None
-
-
 def adapt_precision(plugin: Precision, parallel: Callable[[], ParallelModel]) -> Precision:
     """Give ``plugin`` clipping by the norm over all ranks and by value, and unscaling of both
     kinds of tensors; returns the same object.

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.context_parallel import BatchLayout, ContextParallel, SplitBatch, enabled, part_of_mean, shifts_labels
 
@@ -76,7 +75,7 @@ class SharedSequences:
         """Return the context to enter around a step and around backward."""
         return contextlib.nullcontext() if self.split is None else enabled(self.split)
 
-    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+    def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss from which backward starts."""
         return part_of_mean(loss)
 
@@ -88,7 +87,7 @@ class SharedSequences:
             return outputs
         return self._context.gather_all(outputs, self.split)
 
-    def full(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return a tensor of the present batch's tokens over all context ranks. Collective over them."""
         if self._context is None or self.split is None:
             return tensor

@@ -20,11 +20,11 @@ from lightning.pytorch.plugins import LayerSync, MixedPrecision, Precision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_smp.precision import Fp8Precision, autocast_dtype
-from smp_core import plan as planning
+from lightning_smp.precision import Fp8Precision
 from smp_core.config import Fp8Recipe, SmpConfig
 from smp_core.engine import ParallelModel, knobs_of_next_run
 from smp_core.entry import parallelize
+from smp_core.plan import Precision as CorePrecision
 from smp_core.sharding import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.topology import Topology
 
@@ -125,18 +125,27 @@ def _leave_inference_mode(module: nn.Module) -> None:
                 setattr(child, name, ordinary(tensor))
 
 
-def _meant_by(plugin: Precision, device: torch.device) -> planning.Precision:
+def _autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """Return the dtype in which forward passes run under autocast; None: without it."""
+    if isinstance(plugin, Fp8Precision):
+        return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
+    if isinstance(plugin, MixedPrecision):
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[str(plugin.precision)]
+    return None
+
+
+def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     """Translate a precision plugin to the core's.
 
     Under autocast parameters are gathered in autocast's dtype, half the bytes; not on CPU, whose autocast lets
     ``layer_norm`` meet a float32 input and a half precision weight, which it refuses.
     """
-    gathered, why = autocast_dtype(plugin), f"precision={plugin.precision!r}"
+    gathered, why = _autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
     if gathered is not None and device.type == "cpu":
         gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
     scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-    return planning.Precision(gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales)
+    return CorePrecision(gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales)
 
 
 def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) -> tuple[ParallelModel, SmpConfig]:

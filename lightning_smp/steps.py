@@ -19,20 +19,18 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_smp.batches import require_equal_evaluation
 from lightning_smp.dealt import DealtLoader, read_alike
 from lightning_smp.due_validation import BeforeValidation
-from lightning_smp.evaluation import Evaluations, deal
-from lightning_smp.loader_places import tell_place_of_training
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
-from lightning_smp.resume import WindowStart, place_sampler
+from lightning_smp.resume import WindowStart, place_sampler, tell_place_of_training
 from lightning_smp.sequences import SharedSequences
+from lightning_smp.uneven import Evaluations, deal, require_equal_evaluation
 from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
@@ -122,7 +120,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         return super().reduce(tensor, reduce_op=reduce_op)
 
     @override
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of the ranks that hold different tokens, or of ``group``. Collective over them.
 
         ``LightningModule.all_gather`` gives the world where it was given no group, and so means them too.
@@ -186,7 +184,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         size, rank = self._reads_as
         if self.evaluations is not None and self.evaluations.prepares:
             self._deals_as = (size, rank)
-            size, rank = 1, 0  # see lightning_smp/evaluation.py
+            size, rank = 1, 0  # see lightning_smp/uneven.py
         return {"num_replicas": size, "rank": rank}
 
     @override
@@ -257,7 +255,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx), weight)
 
     @override
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._pipelined is not None:
             self._pipelined.before_backward(last=not self._in_window)
         with self._sequences.active():
@@ -266,14 +264,14 @@ class SteppingStrategy(ProcessGroupStrategy):
                 loss = loss * self.joined.weight
             return super().backward(loss, *args, **kwargs)
 
-    def weighted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of the present batch as its backward pass starts from it: where ranks share sequences, this
         rank's part of the mean over all of their targets.
         """
         with self._sequences.active():
             return self._sequences.weighted(loss)
 
-    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
         no gradient.
         """

@@ -33,21 +33,19 @@ from typing_extensions import override
 from lightning_smp import checkpoints
 from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
-from lightning_smp.batches import require_equal_training, require_joined_alone
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
-from lightning_smp.evaluation import Evaluations
-from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
-from lightning_smp.loader_places import begin_batch
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
-from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, training_loaders
+from lightning_smp.processes import take_over_exception_saves
+from lightning_smp.resume import Resume, WindowStart, begin_batch, describe_place, loader_state, training_loaders
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
+from lightning_smp.uneven import Evaluations, require_equal_training, require_joined_alone
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
@@ -236,9 +234,10 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
-        warning = missed(self.parallel.plan, self.optimizers)
-        if warning is not None and self.global_rank == 0:
-            logger.warning("%s", warning)
+        if self.parallel.plan.optimizer is not None:
+            warning = missed(self.parallel.plan, self.optimizers)
+            if warning is not None and self.global_rank == 0:
+                logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
@@ -120,7 +121,7 @@ class OneProcess(SingleDeviceStrategy):
 
     data_size, data_rank, data_group = 1, 0, None
 
-    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the tensor: sequences are not shared."""
         return tensor
 
@@ -163,7 +164,7 @@ class RecordingCallback(Callback):
         strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         recorder, strategy = self._recorder, trainer.strategy
         recorder.enter_backward()
         value = loss.detach()
@@ -204,7 +205,7 @@ def _logged(trainer: Trainer) -> dict[str, float]:
     for result in results.values():
         if not result.is_tensor and result.meta.on_step and not result.value.dist_sync_on_step:
             of_a_rank.add(f"{result.meta.name}_step" if result.meta.on_epoch else result.meta.name)
-    found: Mapping[str, torch.Tensor] = {**results.metrics(on_step=True)["callback"]}
+    found: Mapping[str, Tensor] = {**results.metrics(on_step=True)["callback"]}
     found = {**found, **results.metrics(on_step=False)["callback"]}
     return {name: float(value) for name, value in found.items() if value.numel() == 1 and name not in of_a_rank}
 

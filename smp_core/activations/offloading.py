@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # _subclasses: torch's documentation of fake tensors has it
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
@@ -37,16 +37,16 @@ from smp_core.plan import CheckpointedModule
 from smp_core.torch_facts import compiled_of, streams
 
 # A fake tensor stands for a plain one, in dry runs.
-_PLAIN = (torch.Tensor, FakeTensor)
+_PLAIN = (Tensor, FakeTensor)
 
 
 class _Parked:
     """An offloaded input: on the device, in a host buffer, or both. Autograd's graph keeps it alive."""
 
-    def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
+    def __init__(self, tensor: Tensor, pool: HostPool) -> None:
         # Autograd checks saved tensors for changes in place, by _version, but not the tensors that hooks pack.
         self.version = tensor._version
-        self.device_tensor: torch.Tensor | None = tensor
+        self.device_tensor: Tensor | None = tensor
         self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.n_bytes = tensor.numel() * tensor.element_size()
         self.buffer: HostBuffer | None = None
@@ -54,7 +54,7 @@ class _Parked:
         self.copied_in: Any = None
         self._pool = pool
 
-    def on_host(self) -> torch.Tensor:
+    def on_host(self) -> Tensor:
         assert self.buffer is not None
         return torch.as_strided(self.buffer.bytes[: self.n_bytes].view(self.dtype), self.size, self.stride)
 
@@ -116,7 +116,7 @@ class Offloader:
         wanted = [tensor for tensor in given if self._may_leave(tensor)]
         parked: dict[int, _Parked] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Parked:
+        def pack(tensor: Tensor) -> Tensor | _Parked:
             number = next((i for i, each in enumerate(wanted) if _same_memory(each, tensor)), None)
             if number is None:
                 return tensor
@@ -142,7 +142,7 @@ class Offloader:
         return first_use
 
     @torch.no_grad()
-    def _park(self, tensor: torch.Tensor) -> _Parked:
+    def _park(self, tensor: Tensor) -> _Parked:
         """Offload the oldest inputs, so that with ``tensor`` at most ``horizon`` are on the device."""
         parked = _Parked(tensor, self.pool)
         staying = [each for each in self._alive() if each.device_tensor is not None]
@@ -197,8 +197,8 @@ class Offloader:
         parked.version = parked.device_tensor._version
 
     @torch.no_grad()
-    def _unpack(self, packed: torch.Tensor | _Parked) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+    def _unpack(self, packed: Tensor | _Parked) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
         # The input itself.
         packed.check_unchanged()
@@ -254,11 +254,11 @@ def _watched(forward: Callable[..., Any], offloader: Offloader, skip: int) -> Ca
     return watched
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill one stretch of memory, in any order of dims."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -46,11 +46,11 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     return forward, recomputation
 
 
-_observers: list[Callable[[torch.Tensor], object]] = []
+_observers: list[Callable[[Tensor], object]] = []
 
 
 @contextlib.contextmanager
-def kept_outputs_shown_to(observer: Callable[[torch.Tensor], object]) -> Iterator[None]:
+def kept_outputs_shown_to(observer: Callable[[Tensor], object]) -> Iterator[None]:
     """Show every tensor that a selectively checkpointed module keeps inside the block to ``observer``."""
     _observers.append(observer)
     try:
@@ -73,7 +73,7 @@ class _Observed(TorchDispatchMode):
         if is_kept(func):
             outputs = result if isinstance(result, (tuple, list)) else [result]
             for tensor in outputs:
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, Tensor):
                     for observer in _observers:
                         observer(tensor)
         return result

@@ -155,9 +155,10 @@ class Index:
 
     def by_path(self) -> dict[tuple[Any, ...], str]:
         """Map each path in the saved state to its name."""
-        return {record.path: name for name, record in self.tensors.items()} | {
-            path: name for name, path in self.alias_paths.items()
-        }
+        names = {record.path: name for name, record in self.tensors.items()}
+        for name, path in self.alias_paths.items():
+            names[path] = name
+        return names
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of index.json."""

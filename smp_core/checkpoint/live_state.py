@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -47,10 +47,10 @@ def full_state_dict(
     else:
         state = model_or_state
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    seen: dict[Any, torch.Tensor] = {}
+    seen: dict[Any, Tensor] = {}
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
-    def unsharded(tensor: torch.Tensor) -> torch.Tensor | None:
+    def unsharded(tensor: Tensor) -> Tensor | None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
@@ -165,8 +165,8 @@ def _lazy_tensors(
 
 
 def _over_stages(
-    tensors: Mapping[str, torch.Tensor], stages: dist.ProcessGroup | None
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]:
+    tensors: Mapping[str, Tensor], stages: dist.ProcessGroup | None
+) -> tuple[Callable[[Tensor], Tensor], set[str]]:
     """Return what gathers one of these tensors, and the names of those that some stage lacks: the first stage that has
     one sends it to all. Collective over the stages.
 
@@ -183,7 +183,7 @@ def _over_stages(
         if name in of_stages:
             holders[id(tensor)] = next(stage for stage, theirs in enumerate(lacking) if name not in theirs)
 
-    def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    def full_tensor(tensor: Tensor) -> Tensor:
         if id(tensor) not in holders:
             return _full_tensor(tensor)
         if is_absent(tensor):
@@ -197,7 +197,7 @@ def _over_stages(
     return full_tensor, of_stages
 
 
-def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     """Gather all shards of a DTensor on the device of its mesh; offloaded shards move there from the host first."""
     if not isinstance(tensor, DTensor):
         return tensor

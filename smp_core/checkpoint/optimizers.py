@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from smp_core.checkpoint.layout import CheckpointError, TensorRecord
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
@@ -27,7 +28,7 @@ from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.torch_facts import StepsOnHost, clean_name, is_absent, model_parameter
 
 
-def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state keyed by parameter name; tensors are the live ones (DTensors where sharded).
 
     Raises:
@@ -48,19 +49,21 @@ def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of :func:`named_optimizer_state` keyed by torch's own numbers."""
     names = [name for group in named["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    groups = []
+    for group in named["param_groups"]:
+        groups.append({**group, "params": [number[name] for name in group["params"]]})
     state = {number.get(name, name): entry for name, entry in named["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
-def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def stepped_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) masters of."""
     return [model_parameter(stepped) for group in optimizer.param_groups for stepped in group["params"]]
 
 
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """List the names of the optimizer's parameters, in the order in which torch numbers them."""
-    by_parameter: dict[torch.Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
+    by_parameter: dict[Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
     parameters = stepped_parameters(optimizer)
     strangers = [tuple(parameter.shape) for parameter in parameters if parameter not in by_parameter]
     if strangers:
@@ -75,7 +78,7 @@ def load_named_optimizer_state(
     path: str | os.PathLike[str],
     prefix: tuple[Any, ...],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     name_there: Callable[[str], str] = str,
     verify: str | None = "auto",
     given: Mapping[str, Any] | None = None,
@@ -125,7 +128,7 @@ def load_named_optimizer_state(
 def _read_sharded_like(
     path: str | os.PathLike[str],
     prefix: tuple[Any, ...],
-    by_name: Mapping[str, torch.Tensor],
+    by_name: Mapping[str, Tensor],
     on_host: bool,
     by_rows: Collection[str],
     verify: str | None,
@@ -139,7 +142,7 @@ def _read_sharded_like(
     """
     filled: list[str] = []
 
-    def empty(place: Path, name: str, record: TensorRecord) -> torch.Tensor:
+    def empty(place: Path, name: str, record: TensorRecord) -> Tensor:
         filled.append(name)
         owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
         if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
@@ -151,7 +154,7 @@ def _read_sharded_like(
     return saved
 
 
-def _entry_like(parameter: torch.Tensor | None, entry: Any) -> Any:
+def _entry_like(parameter: Tensor | None, entry: Any) -> Any:
     """Return this rank's part of the unsharded tensors of one parameter's state; all of it for no parameter."""
     return entry if parameter is None else map_tensors(entry, functools.partial(shard_like, parameter))
 
@@ -170,7 +173,7 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
-def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups_like(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
@@ -183,7 +186,7 @@ def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) 
     return _on_their_devices(optimizer, numbered)
 
 
-def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _on_their_devices(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move tensors of saved groups (a rate, betas) to the devices of the optimizer's own; others stay."""
     moved = []
     for number, group in enumerate(saved):
@@ -197,12 +200,12 @@ def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, An
 
 
 def like_parameter(
-    parameter: torch.Tensor,
+    parameter: Tensor,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     on_host: bool = False,
     by_rows: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Make zeros, to be filled: sharded like ``parameter`` if of its shape, else plain.
 
     Plain zeros are on the parameter's device; on the CPU if they are 0-d, or ``on_host``.
@@ -227,7 +230,7 @@ def _of_shape(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     )
 
 
-def shard_like(parameter: torch.Tensor, whole: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+def shard_like(parameter: Tensor, whole: Tensor, by_rows: bool = False) -> Tensor:
     """Return this rank's part of an unsharded tensor, as a DTensor like ``parameter``; all of it if that is no
     DTensor, or one of another shape.
 
@@ -242,7 +245,7 @@ def shard_like(parameter: torch.Tensor, whole: torch.Tensor, by_rows: bool = Fal
 
 
 @torch.no_grad()
-def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_into(target: Tensor, whole: Tensor) -> None:
     """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local, no collective. Nothing is done
     to one that lies on other pipeline stages."""
     if is_absent(target):
@@ -253,7 +256,7 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.copy_(whole)
 
 
-def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
     """Return this rank's part of an unsharded tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them.
 
     The innermost axis first: what is split over tensor ranks was split before FSDP2 sharded the parts, which is what
@@ -270,7 +273,7 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     return whole
 
 
-def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an ordinary numbered optimizer state of unsharded tensors: each rank keeps its own part. Local."""
     parameters = stepped_parameters(optimizer)
     state = {

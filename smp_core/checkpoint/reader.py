@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -105,10 +106,10 @@ def _cause(wrapped: Any) -> str:
     return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
 
 
-def _in_parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _in_parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Divide tensors into those that are filled in place, all together, and groups of those that are stored as codes,
     which are filled decoded: of about a gigabyte whole, which all ranks share."""
-    parts: list[dict[str, torch.Tensor]] = [{}]
+    parts: list[dict[str, Tensor]] = [{}]
     room = 0
     for name, tensor in tensors.items():
         if not _is_coded(tensor):
@@ -122,12 +123,12 @@ def _in_parts(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tenso
     return parts
 
 
-def _is_coded(tensor: torch.Tensor) -> bool:
+def _is_coded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor.to_local(), CodedTensor)
 
 
 @torch.no_grad()
-def _fill(opened: OpenCheckpoint, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+def _fill(opened: OpenCheckpoint, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Read tensors in place, those that are stored as codes by way of decoded ones. Collective."""
     decoded = {name: torch.empty_like(tensor) for name, tensor in tensors.items() if _is_coded(tensor)}
     read = {**tensors, **decoded}
@@ -152,7 +153,7 @@ def _match(
     only: list[str] | None,
     allow_dtype_cast: bool,
     allow_pickle: bool,
-) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
+) -> tuple[dict[str, Tensor], list[tuple[Any, Any, Any]]]:
     """Pair the template's tensors with the checkpoint's; also list the values that replace tensor-free parts."""
     index = opened.index
     by_path = index.by_path()
@@ -209,7 +210,7 @@ def _collect_rest(
     entries = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in entries:
         here = (*path, key)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             continue
         if isinstance(value, (dict, list, tuple)) and holds_tensor(value):
             _collect_rest(opened, value, here, replacements, allow_pickle)
@@ -303,7 +304,7 @@ def read_rest(
 
 
 def read_template(
-    path: str | os.PathLike[str], prefix: Path, tensor: Callable[[Path, str, TensorRecord], torch.Tensor]
+    path: str | os.PathLike[str], prefix: Path, tensor: Callable[[Path, str, TensorRecord], Tensor]
 ) -> Any:
     """Read the state saved under a path, in the structure it had, with tensors to be loaded into. Not collective.
 
@@ -332,7 +333,7 @@ def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
     return _decode(opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, False)
 
 
-def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, torch.Tensor]:
+def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, Tensor]:
     """Read unsharded tensors to the CPU, by name. Not collective.
 
     Args:

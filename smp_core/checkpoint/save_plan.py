@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -28,7 +29,7 @@ class StagedTensor:
     """
 
     items: list[WriteItem]
-    slices: dict[torch.Size | None, torch.Tensor]
+    slices: dict[torch.Size | None, Tensor]
     tie: Any
     can_tie: bool
 
@@ -48,7 +49,7 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
+    load: Callable[[], Tensor]
     tie: Any = None
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
@@ -113,7 +114,7 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
     return result
 
 
-def tie_key(tensor: torch.Tensor) -> Any:
+def tie_key(tensor: Tensor) -> Any:
     """Return a key that two tensors over the same memory have in common; None where this rank's slice is empty."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel() == 0:
@@ -123,7 +124,7 @@ def tie_key(tensor: torch.Tensor) -> Any:
     return (str(local.device), local.data_ptr(), layout)
 
 
-def find_ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
+def find_ties(tensors: Mapping[str, Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
     """Map each name to the first name over the same memory (itself when there is none); to None where this rank cannot
     tell.
     """

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -41,7 +42,7 @@ class Staged:
         meshes: device meshes of the DTensors, for the manifest.
     """
 
-    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor | StagedTensor | LazyTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     rest: EncodedRest | None = None
     own: EncodedRest = field(default_factory=EncodedRest)
@@ -70,7 +71,7 @@ def stage(
     paths = [path for path, _ in found]
     naming = Naming(paths) if buffers is None else buffers.naming_of(paths)
     live = dict(zip(naming.names.values(), (tensor for _, tensor in found), strict=True))
-    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = dict(live)
+    tensors: dict[str, Tensor | StagedTensor | LazyTensor] = dict(live)
     if buffers is None:
         for name, tensor in live.items():
             _check(name, tensor)
@@ -97,7 +98,7 @@ class Naming:
         self.paths = {name: path for path, name in self.names.items()}
 
 
-def _check(name: str, tensor: torch.Tensor | LazyTensor) -> None:
+def _check(name: str, tensor: Tensor | LazyTensor) -> None:
     if isinstance(tensor, LazyTensor):
         return
     if isinstance(tensor, DTensor):
@@ -114,7 +115,7 @@ def _frozen(rest: EncodedRest) -> EncodedRest:
     return EncodedRest(rest.tree, copy.deepcopy(rest.plain), copy.deepcopy(rest.pickle), rest.pickled_paths)
 
 
-def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+def _meshes(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     meshes = {}
     found = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
     for mesh in {id(mesh): mesh for mesh in found}.values():
@@ -155,7 +156,7 @@ class Layout:
         self.meshes = meshes
         self.sources: dict[Place, tuple[WriteItem, bool]] = {}
         self._owners: dict[str, str] = {}
-        self._staged: list[tuple[Mapping[Place, torch.Tensor], dict[str, StagedTensor]]] = []
+        self._staged: list[tuple[Mapping[Place, Tensor], dict[str, StagedTensor]]] = []
         first: dict[Any, str] = {}
         for name, each in known.items():
             owner = self._owners[name] = name if each.tie is None else first.setdefault(each.tie, name)
@@ -167,7 +168,7 @@ class Layout:
         """Return whether these are the same objects in the same order; a name never has another name's."""
         return len(known) == len(self.known) and all(map(operator.is_, known.values(), self.known.values()))
 
-    def staged(self, hosts: Mapping[Place, torch.Tensor]) -> dict[str, StagedTensor]:
+    def staged(self, hosts: Mapping[Place, Tensor]) -> dict[str, StagedTensor]:
         """Return the staged tensors whose slices are in ``hosts``; those of a save before where its hosts are used
         again. Buffers have two sets of hosts at most."""
         for hosts_then, staged_then in self._staged:
@@ -192,7 +193,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self.layout = Layout({}, [])
         self._hosts_of: Layout | None = None
-        self._kept: dict[Place, torch.Tensor] = {}
+        self._kept: dict[Place, Tensor] = {}
         self._items: dict[str, tuple[Hashable, list[WriteItem]]] = {}
         self._naming: tuple[list[Path], Naming] | None = None
         self._known: dict[str, _Known] = {}
@@ -203,7 +204,7 @@ class HostBuffers:
             self._naming = paths, Naming(paths)
         return self._naming[1]
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | StagedTensor | LazyTensor]:
         """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once.
 
         Raises:
@@ -213,7 +214,7 @@ class HostBuffers:
         if not self.layout.holds_for(self._known):
             self.layout = Layout(self._known, _meshes(tensors))
             self._items = {name: each for name, each in self._items.items() if name in tensors}
-        sources: dict[Place, torch.Tensor] = {}
+        sources: dict[Place, Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]
             source = _local(tensor) if is_local else find_tensor_shard(tensor, item.index)
@@ -222,7 +223,7 @@ class HostBuffers:
         self._copy(sources, hosts)
         return dict(self.layout.staged(hosts))
 
-    def _known_of(self, name: str, tensor: torch.Tensor) -> _Known:
+    def _known_of(self, name: str, tensor: Tensor) -> _Known:
         appearance = _appearance(tensor)
         known = self._known.get(name)
         if known is not None and appearance is not None and known.appearance == appearance:
@@ -234,7 +235,7 @@ class HostBuffers:
         is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), _local(tensor))
         return _Known(appearance, items, tie_key(tensor), can_tie=True, is_local=is_local)
 
-    def _write_items(self, name: str, tensor: torch.Tensor) -> list[WriteItem]:
+    def _write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
         """Return which slices this rank writes; of a tensor that is laid out as in the last save, those of then."""
         if not _can_tie(tensor):
             return write_items(name, tensor)
@@ -246,7 +247,7 @@ class HostBuffers:
             known = self._items[name] = (layout, write_items(name, tensor))
         return known[1]
 
-    def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+    def _hosts(self, sources: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
         """Return host tensors of the same shapes and dtypes; those of the last save where they fit."""
         if self._hosts_of is self.layout:
             return self._kept
@@ -259,11 +260,11 @@ class HostBuffers:
         self._kept, self._hosts_of = hosts, self.layout
         return hosts
 
-    def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
+    def _copy(self, sources: Mapping[Place, Tensor], hosts: Mapping[Place, Tensor]) -> None:
         copy_to_hosts([(hosts[place], source) for place, source in sources.items()])
 
 
-def _appearance(tensor: torch.Tensor) -> Hashable:
+def _appearance(tensor: Tensor) -> Hashable:
     """Return what a tensor's write items and tie follow from, its place in memory included; None where nobody knows."""
     if not _can_tie(tensor):
         return None
@@ -275,16 +276,16 @@ def _appearance(tensor: torch.Tensor) -> Hashable:
     return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
-def copy_to_hosts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_to_hosts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first one, and return when all values have arrived."""
     for host, source in pairs:
         host.copy_(source, non_blocking=streams.run_behind(source.device))
@@ -292,10 +293,10 @@ def copy_to_hosts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _can_tie(tensor: torch.Tensor) -> bool:
+def _can_tie(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
 
 
-def write_items(name: str, tensor: torch.Tensor) -> list[WriteItem]:
+def write_items(name: str, tensor: Tensor) -> list[WriteItem]:
     """Return which slices of a tensor this rank writes."""
     return list(create_default_local_save_plan({name: tensor}, is_coordinator=True).items)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from smp_core.checkpoint.dtypes import safetensors_dtype
 from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink
@@ -42,7 +43,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def bytes_view(tensor: torch.Tensor) -> memoryview:
+def bytes_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, not copied. The tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
@@ -50,7 +51,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def host_tensor(tensor: Tensor) -> Tensor:
     """Return a contiguous CPU tensor with the same values; the tensor itself where it is one."""
     return decoded(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
@@ -90,7 +91,7 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
 
 
 def write_tensor_file(
-    sink: Sink, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
+    sink: Sink, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: dict[str, str]
 ) -> tuple[FileRecord, list[tuple[int, int]]]:
     """Write a safetensors file.
 
@@ -166,7 +167,7 @@ class TensorFile:
         dtype: torch.dtype,
         offset: Sequence[int],
         lengths: Sequence[int],
-        target: torch.Tensor,
+        target: Tensor,
     ) -> None:
         """Copy a box of a stored slice into a tensor of the box's shape, any device, layout and dtype.
 
@@ -195,7 +196,7 @@ class TensorFile:
         target.copy_(buffer.as_strided(tuple(lengths), strides))
 
     def _read_in_parts(
-        self, chunk: Chunk, dtype: torch.dtype, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+        self, chunk: Chunk, dtype: torch.dtype, offset: Sequence[int], lengths: Sequence[int], target: Tensor
     ) -> None:
         dim = next(d for d, length in enumerate(lengths) if length > 1)
         stride_bytes = math.prod(chunk.shape[dim + 1 :]) * dtype.itemsize

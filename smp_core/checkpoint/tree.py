@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.checkpoint.layout import CheckpointError, path_to_json
 from smp_core.checkpoint.save_plan import LazyTensor
@@ -66,7 +67,7 @@ def iterate_tensors(state: Any, path: Path = (), mapping: Any = dict) -> Iterato
         path: the path of ``state`` itself.
         mapping: the class of mappings to look into. A checkpoint stores dicts; a batch may be any ``MutableMapping``.
     """
-    if isinstance(state, (torch.Tensor, LazyTensor)):
+    if isinstance(state, (Tensor, LazyTensor)):
         yield path, state
     elif isinstance(state, mapping):
         for key, value in state.items():
@@ -99,7 +100,7 @@ def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) 
 
     A container without tensors is not copied. ``mapping``: as in :func:`iterate_tensors`.
     """
-    if isinstance(state, (torch.Tensor, LazyTensor)):
+    if isinstance(state, (Tensor, LazyTensor)):
         return replace(state)
     if not isinstance(state, (mapping, list, tuple)) or not holds_tensor(state, mapping):
         return state
@@ -289,7 +290,7 @@ def subtree(tree: Any, path: Path) -> Any:
 
 def _weights_only_problem(value: Any) -> str | None:
     """Say why a value cannot be read back with ``weights_only=True``; None if it can, which is tried out."""
-    if type(value) is torch.Tensor and _is_plain(value):
+    if type(value) is Tensor and _is_plain(value):
         return None
     buffer = io.BytesIO()
     try:
@@ -304,7 +305,7 @@ def _weights_only_problem(value: Any) -> str | None:
     return None if type(restored) is type(value) else f"comes back as {type(restored).__name__}"
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but its values, in the host's memory: such ones need not be tried out."""
     is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     return is_dense and not vars(tensor) and not any(getattr(tensor, "names", ()))

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -255,10 +256,10 @@ class SmpStorageWriter(StorageWriter):
             header = {"format": "pt", FORMAT: self.save_id, "file": name}
             sink = self.transaction.create(name, self.options.digest)
 
-            def values() -> Iterator[torch.Tensor]:
+            def values() -> Iterator[Tensor]:
                 for item in items:
                     value = planner.resolve_data(item)
-                    assert isinstance(value, torch.Tensor)
+                    assert isinstance(value, Tensor)
                     yield value
 
             record, ranges = write_tensor_file(sink, entries, values(), header)

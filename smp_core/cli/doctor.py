@@ -112,13 +112,16 @@ def network() -> Iterator[Finding]:
         yield Finding(
             "host name", "problem", f"{name}: {error}", f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
         )
-    interfaces = {name for _, name in socket.if_nameindex()}
+    interfaces = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")
         prefixes = filter(None, asked.lstrip("^=").split(","))
-        missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in interfaces)]
+        missing = []
+        for prefix in prefixes:
+            if not any(name.startswith(prefix) for name in interfaces):
+                missing.append(prefix)
         if missing:
-            fix = f"unset it, or choose among {', '.join(sorted(interfaces))}"
+            fix = f"unset it, or choose among {', '.join(interfaces)}"
             yield Finding(variable, "problem", f"{', '.join(missing)}: no such interface", fix)
     told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_FOR_NCCL))
     if told:

@@ -185,9 +185,12 @@ class SmpMesh:
         """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
         stage is none of them. Collective over the world at its first use."""
         columns = self.layout.groups(Axis.PIPELINE)
-        inside = [tuple(column[stage] for stage in stages) for column in columns]
-        others = [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
-        group = self._groups.own([*inside, *others])
+        # A group of each column's ranks on these stages; every other rank is one by itself.
+        groups: list[tuple[int, ...]] = []
+        for column in columns:
+            groups.append(tuple(column[stage] for stage in stages))
+        groups += [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
+        group = self._groups.own(groups)
         self._groups.connect()
         return group if self.stage in stages else None
 

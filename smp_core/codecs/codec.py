@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from smp_core.torch_facts import device_multiplies_fp8, has_triton, streams
 
@@ -32,7 +33,7 @@ class Codec(Protocol):
     def size(self, n: int) -> int:
         """Return the bytes of the payload of ``n`` elements."""
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+    def encode(self, values: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
         """Compress ``values`` [n] into ``out`` uint8 [size(n)].
 
         Args:
@@ -40,23 +41,19 @@ class Codec(Protocol):
                 rounded off that, or 0 where the payload cannot stand for its values.
         """
 
-    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, payloads: Tensor, out: Tensor) -> None:
         """Decompress ``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n] or [rows, n], in its dtype."""
 
-    def sum_rows(
-        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
         """Return the sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the place ``me``, ``exact``'s in
         theirs, the others decoded from ``payloads`` [rows, size(n)]."""
 
-    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+    def finite_in(self, payloads: Tensor, n: int) -> Tensor:
         """Return whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or
         nan."""
 
 
-def _sum_rows(
-    codec: Codec, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
-) -> torch.Tensor:
+def _sum_rows(codec: Codec, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
     total, term = torch.zeros_like(own), torch.empty_like(own)
     for i, payload in enumerate(payloads):
         if i != me and i not in exact:
@@ -65,13 +62,13 @@ def _sum_rows(
     return total
 
 
-def _keep_rest(codec: Codec, values: torch.Tensor, payload: torch.Tensor, rest: torch.Tensor) -> None:
+def _keep_rest(codec: Codec, values: Tensor, payload: Tensor, rest: Tensor) -> None:
     codec.decode(payload, rest)
     torch.sub(values, rest, out=rest)
     _drop_rest(codec, payload, rest)
 
 
-def _drop_rest(codec: Codec, payload: torch.Tensor, rest: torch.Tensor) -> None:
+def _drop_rest(codec: Codec, payload: Tensor, rest: Tensor) -> None:
     """Keep nothing of values that cannot be compressed: they are sent exactly, or the sum is not finite."""
     finite = codec.finite_in(payload, rest.numel())
     if streams.run_behind(rest.device) or not finite:  # there asking would be waiting
@@ -84,22 +81,20 @@ class Bfloat16:
     def size(self, n: int) -> int:
         return 2 * n
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+    def encode(self, values: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
         if rest is not None:
             values += rest
         out.view(torch.bfloat16).copy_(values)
         if rest is not None:
             _keep_rest(self, values, out, rest)
 
-    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, payloads: Tensor, out: Tensor) -> None:
         out.copy_(payloads.view(torch.bfloat16))
 
-    def sum_rows(
-        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
         return _sum_rows(self, payloads, own, me, exact)
 
-    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+    def finite_in(self, payloads: Tensor, n: int) -> Tensor:
         return torch.ones(payloads.shape[:-1], dtype=torch.bool, device=payloads.device)
 
 
@@ -114,7 +109,7 @@ class Blockwise:
         codes = -(-n // 2) if self.name == "int4" else n
         return -(-(4 * self._blocks(n) + codes) // ALIGN) * ALIGN
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+    def encode(self, values: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
         kernels = self._kernels(values)
         if kernels is not None:
             kernels.encode(self.name, _LARGEST[self.name], BLOCK, values, rest, out)
@@ -127,7 +122,7 @@ class Blockwise:
         if rest is not None:
             _keep_rest(self, values, out, rest)
 
-    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, payloads: Tensor, out: Tensor) -> None:
         kernels = self._kernels(out)
         if kernels is not None:
             rows = (payloads, out) if out.ndim == 2 else (payloads[None], out[None])
@@ -138,9 +133,7 @@ class Blockwise:
             for payload, values in zip(payloads, out, strict=True):
                 self._decode(payload, values)
 
-    def sum_rows(
-        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
         kernels = self._kernels(own)
         if kernels is None or exact:
             return _sum_rows(self, payloads, own, me, exact)
@@ -148,10 +141,10 @@ class Blockwise:
         kernels.sum_rows(self.name, BLOCK, payloads, own, me, total)
         return total
 
-    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+    def finite_in(self, payloads: Tensor, n: int) -> Tensor:
         return payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
 
-    def _kernels(self, tensor: torch.Tensor) -> Any:
+    def _kernels(self, tensor: Tensor) -> Any:
         """Return the module of kernels, if they can do it: they compute in float32."""
         if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.numel() or not has_triton():
             return None
@@ -161,7 +154,7 @@ class Blockwise:
 
         return triton_codec
 
-    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode(self, values: Tensor, out: Tensor) -> None:
         n, blocks = values.numel(), self._blocks(values.numel())
         if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()
@@ -187,7 +180,7 @@ class Blockwise:
         used = -(-n // 2) if self.name == "int4" else n
         out[4 * blocks : 4 * blocks + used].copy_(codes[:used])
 
-    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
         n, blocks = out.numel(), self._blocks(out.numel())
         scales = payload[: 4 * blocks].view(torch.float32)
         used = -(-n // 2) if self.name == "int4" else n

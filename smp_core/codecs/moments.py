@@ -20,6 +20,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from smp_core.codecs.codec import BLOCK
 
@@ -44,7 +45,7 @@ class MomentCodec:
         self._values = torch.tensor(values, dtype=torch.float32, device=device)
         self._middles = torch.tensor(middles, dtype=torch.float32, device=device)
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes uint8 [n, row] and scales float32 [n, blocks] of rows [n, row]."""
         row = rows.shape[1]
         blocks = _in_blocks(rows.float())
@@ -53,7 +54,7 @@ class MomentCodec:
         codes = torch.bucketize(blocks, self._middles, out_int32=True).to(torch.uint8)
         return codes.flatten(1)[:, :row], scales
 
-    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return rows float32 [n, row] of codes [n, row] and scales [n, blocks]."""
         row = codes.shape[1]
         blocks = _in_blocks(codes)
@@ -62,7 +63,7 @@ class MomentCodec:
         return decoded.mul_(scales.unsqueeze(-1)).flatten(1)[:, :row]
 
 
-def _in_blocks(rows: torch.Tensor) -> torch.Tensor:
+def _in_blocks(rows: Tensor) -> Tensor:
     """Return rows [n, row] as [n, blocks, block], with zeros behind a row that is no multiple of a block."""
     n, row = rows.shape
     blocks = n_blocks(row)

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 RowCodeName = Literal["int8", "int4"]
 _LARGEST = {"int8": 127.0, "int4": 7.0}
@@ -42,17 +43,17 @@ class RowCodec:
         """Return the bytes of a row of so many elements."""
         return 2 * self._blocks(row) + (-(-row // 2) if self.name == "int4" else row)
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor) -> None:
         """Compress ``values`` [n, row] into ``out`` uint8 [n, row_bytes(row)]."""
         for part, codes in self._in_parts(values, out, values.shape[1]):
             self._encode(part, codes)
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, codes: Tensor, out: Tensor) -> None:
         """Decompress ``codes`` uint8 [n, row_bytes(row)] into ``out`` [n, row], rounded once to its dtype."""
         for part, values in self._in_parts(codes, out, out.shape[1]):
             self._decode(part, values)
 
-    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode(self, values: Tensor, out: Tensor) -> None:
         n = values.shape[0]
         blocks = self._padded(values.float()).view(n, -1, self._block)
         scales_NB = (blocks.abs().amax(dim=-1) / self._largest).to(torch.bfloat16)
@@ -64,7 +65,7 @@ class RowCodec:
         out[:, :n_scales].copy_(scales_NB.view(torch.uint8))
         out[:, n_scales:].copy_(codes[:, : out.shape[1] - n_scales].view(torch.uint8))
 
-    def _decode(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode(self, codes: Tensor, out: Tensor) -> None:
         n, row = out.shape
         n_scales = 2 * self._blocks(row)
         scales_NB = codes[:, :n_scales].contiguous().view(torch.bfloat16).float()
@@ -74,7 +75,7 @@ class RowCodec:
         blocks = self._padded(integers.float()).view(n, -1, self._block)
         out.copy_((blocks * scales_NB.unsqueeze(-1)).view(n, -1)[:, :row])
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+    def _padded(self, rows: Tensor) -> Tensor:
         """Return rows with zeros behind, up to a multiple of a block."""
         missing = -rows.shape[1] % self._block
         return F.pad(rows, (0, missing)) if missing else rows
@@ -83,7 +84,7 @@ class RowCodec:
         return -(-row // self._block)
 
     @staticmethod
-    def _in_parts(one: torch.Tensor, other: torch.Tensor, row: int) -> zip[tuple[torch.Tensor, torch.Tensor]]:
+    def _in_parts(one: Tensor, other: Tensor, row: int) -> zip[tuple[Tensor, Tensor]]:
         """Pair the rows of both, some four million elements at a time: temporaries are several times as large."""
         rows = max(1, _ELEMENTS_AT_A_TIME // max(row, 1))
         return zip(one.split(rows), other.split(rows), strict=True)

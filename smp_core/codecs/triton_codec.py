@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _ROWS = 8
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
@@ -141,9 +142,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(total_ptr + at, total, mask=at < N)
 
 
-def encode(
-    name: str, limit: float, block: int, values: torch.Tensor, rest: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def encode(name: str, limit: float, block: int, values: Tensor, rest: Tensor | None, out: Tensor) -> None:
     """Compress ``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values`` (float32) become the sum of both
     and ``rest`` what is rounded off that, 0 in blocks that are not finite."""
     scales, codes = _split(out, values.numel(), block)
@@ -159,7 +158,7 @@ def encode(
     )
 
 
-def decode(name: str, block: int, payloads_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
+def decode(name: str, block: int, payloads_RB: Tensor, out_RN: Tensor) -> None:
     """Decompress payloads into ``out_RN``, in its dtype; elements of a row are contiguous, rows may be anywhere."""
     count, n = out_RN.shape
     scales, codes = _split(payloads_RB, n, block)
@@ -175,9 +174,7 @@ def decode(name: str, block: int, payloads_RB: torch.Tensor, out_RN: torch.Tenso
     )
 
 
-def sum_rows(
-    name: str, block: int, payloads_RB: torch.Tensor, own_N: torch.Tensor, me: int, total_N: torch.Tensor
-) -> None:
+def sum_rows(name: str, block: int, payloads_RB: Tensor, own_N: Tensor, me: int, total_N: Tensor) -> None:
     """Write the sum of the decompressed payloads, in their order, into ``total_N``; ``own_N`` (float32) has the place
     ``me``."""
     n = own_N.numel()
@@ -196,7 +193,7 @@ def sum_rows(
     )
 
 
-def _split(payloads: torch.Tensor, n: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(payloads: Tensor, n: int, block: int) -> tuple[Tensor, Tensor]:
     """Return scales and codes of payloads [..., B]."""
     first_code = 4 * triton.cdiv(n, block)
     return payloads[..., :first_code].view(torch.float32), payloads[..., first_code:]

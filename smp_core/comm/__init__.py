@@ -2,7 +2,7 @@
 
 Traffic makes the objects that a plan asks for: collectives in one stage (flat) or two (hierarchical), sums across
 replicas (replica_hop), quantized gathers and reductions. IssuedCollectives notes each call, CommMeter counts it. The
-rules settle what is sent and in which form, with measured links (link_rules) where there are any.
+rules settle what is sent and in which form, with measured links where there are any.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from smp_core.comm.deferred import Deferred as Deferred
     from smp_core.comm.exchange import (
         Message as Message,
-        prefers_messages as prefers_messages,
         sum_rows as sum_rows,
     )
     from smp_core.comm.flat import (

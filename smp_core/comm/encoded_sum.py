@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.codecs import Codec
 from smp_core.comm.exchange import all_to_all, exchange
@@ -20,22 +21,22 @@ from smp_core.comm.meter import CommMeter
 from smp_core.torch_facts import streams
 
 
-def wide_copy(parts: torch.Tensor) -> torch.Tensor:
+def wide_copy(parts: Tensor) -> Tensor:
     """Return the same numbers in the dtype in which sums are taken."""
     return parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def sum_at_owners(
-    parts_MS: torch.Tensor,
+    parts_MS: Tensor,
     codec: Codec,
     group: dist.ProcessGroup,
     meter: CommMeter,
     *,
     kind: str,
     tag: int,
-    residual_MS: torch.Tensor | None = None,
+    residual_MS: Tensor | None = None,
     new_call: bool = False,
-) -> torch.Tensor | int:
+) -> Tensor | int:
     """Sum the ranks' terms into the row ``parts_MS[me]``; other rows are sent, and become what was meant to be sent.
 
     Args:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 # Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
 GATHER, REDUCE, HOP = 1, 2, 3
 
-Message = tuple[torch.Tensor, int]
+Message = tuple[Tensor, int]
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -47,7 +48,7 @@ def start_exchange(
     return [work for work in works if work is not None]
 
 
-def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+def all_to_all(out_PN: Tensor, rows_PN: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Send row i to rank i of the group, and receive what rank i sends here in ``out_PN[i]``. Rows are contiguous and
     of one size."""
     if not prefers_messages(group, rows_PN.device):
@@ -61,7 +62,7 @@ def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessG
     exchange(sends, receives, group, tag)
 
 
-def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+def sum_rows(out_N: Tensor, rows_PN: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Send row i to rank i of the group, and write the sum of the rows for this rank into ``out_N``.
 
     Messages are added up in rank order, the library's reduce-scatter has an order of its own. Half precision is added
@@ -79,9 +80,7 @@ def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGrou
     torch.sum(received_PN, 0, out=out_N)  # one kernel, with float32 inside
 
 
-def start_sum_rows(
-    out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0
-) -> Callable[[], None]:
+def start_sum_rows(out_N: Tensor, rows_PN: Tensor, group: dist.ProcessGroup, tag: int = 0) -> Callable[[], None]:
     """Start the same by messages; what is returned waits for them and adds up."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [i for i in range(len(ranks)) if i != me]
@@ -101,7 +100,7 @@ def start_sum_rows(
     return finish
 
 
-def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+def gather_rows(rows_PN: Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
     """All-gather in place: every rank has filled its own row, which is its place in the group."""
     me = dist.get_rank(group)
     if not prefers_messages(group, rows_PN.device):
@@ -111,7 +110,7 @@ def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -
         work.wait()
 
 
-def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
+def start_gather_rows(rows_PN: Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
     """Start the same by messages, without waiting; ``rows_PN`` must stay alive until everything was waited for."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [(i, rank) for i, rank in enumerate(ranks) if i != me]
@@ -119,7 +118,7 @@ def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int 
     return start_exchange(sends, [(rows_PN[i], rank) for i, rank in others], group, tag)
 
 
-def gather_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """All-gather ``inputs[i]`` [N] of all ranks into ``outputs[i]`` [P * N], in one launch where the library can."""
     if _has_one_launch(group):
         group.allgather_into_tensor_coalesced(list(outputs), list(inputs)).wait()
@@ -128,7 +127,7 @@ def gather_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
     _wait_all([all_gather_single(output, own, group=group, async_op=True) for output, own in pairs])
 
 
-def reduce_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def reduce_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Reduce-scatter ``inputs[i]`` [P * N] of all ranks into ``outputs[i]`` [N], in one launch if the library can."""
     if _has_one_launch(group):
         group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs)).wait()
@@ -148,12 +147,7 @@ def _wait_all(works: Sequence[dist.Work | None]) -> None:
             work.wait()
 
 
-def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
-    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))
-
-
-def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``parts[0] + parts[1] + ...``, added in that order, into ``out``: the result does not depend on arrival.
 
     Half precision is added up in float32 and rounded once. ``out`` may be one of the first two parts.

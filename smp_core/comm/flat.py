@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm.deferred import Deferred, finish_later
-from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_gather_rows, start_sum_rows
+from smp_core.comm.exchange import GATHER, REDUCE, start_gather_rows, start_sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 
 class CommObject:
@@ -34,7 +35,7 @@ class CommObject:
         self._ranks: dict[dist.ProcessGroup, list[int]] = {}
         self._links: dict[dist.ProcessGroup, LinkClass] = {}
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def ranks_of(self, group: dist.ProcessGroup) -> list[int]:
@@ -90,8 +91,8 @@ class FlatAllGather(CommObject):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -105,7 +106,7 @@ class FlatAllGather(CommObject):
         return self.counted_to_its_end(work, f"{self._prefix}all_gather", ranks)
 
     def _by_messages(
-        self, output_PN: torch.Tensor, input_N: torch.Tensor, group: dist.ProcessGroup, wait_later: bool
+        self, output_PN: Tensor, input_N: Tensor, group: dist.ProcessGroup, wait_later: bool
     ) -> dist.Work | None:
         mine_N = output_PN[dist.get_rank(group)]
         if input_N.data_ptr() != mine_N.data_ptr():
@@ -128,8 +129,8 @@ class FlatReduceScatter(CommObject):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
@@ -160,7 +161,7 @@ class FlatReduceScatter(CommObject):
 class FlatAllReduce(CommObject):
     """Sum over a replication group, in place; with ``async_op`` something to wait for is returned."""
 
-    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    def __call__(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         ranks = self.ranks_of(group)
         with self.meter.ring(f"{self._prefix}all_reduce", ranks, tensor.numel() * tensor.element_size()):
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
@@ -170,6 +171,6 @@ class FlatAllReduce(CommObject):
 class FlatMaxReduce(CommObject):
     """Maximum over a group, in place; metered as ``"amax_all_reduce"``, for FP8 scales."""
 
-    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __call__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         with self.meter.ring("amax_all_reduce", self.ranks_of(group), tensor.numel() * tensor.element_size()):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import (
@@ -28,7 +28,6 @@ from smp_core.comm.exchange import (
     REDUCE,
     exchange,
     gather_each,
-    prefers_messages,
     reduce_each,
     start_exchange,
     sum_in_order,
@@ -36,7 +35,7 @@ from smp_core.comm.exchange import (
 )
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 
 class _TwoStage(CommObject):
@@ -84,8 +83,8 @@ class HierarchicalAllGather(_TwoStage):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -98,7 +97,7 @@ class HierarchicalAllGather(_TwoStage):
         finish = self._by_messages(output_MKN, input_tensor)
         return finish_later(finish, self._deferred)
 
-    def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> Callable[[], None]:
+    def _by_messages(self, output_MKN: Tensor, input_N: Tensor) -> Callable[[], None]:
         """Start the stage between nodes; what is returned does the rest."""
         node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
         shard_bytes = input_N.numel() * input_N.element_size()
@@ -109,13 +108,10 @@ class HierarchicalAllGather(_TwoStage):
 
         nodes = [m for m in range(self.nodes) if m != here]
         sent = [(node_ranks[m], shard_bytes) for m in nodes]
+        sends = [(mine, node_ranks[m]) for m in nodes]
+        receives = [(output_MKN[m, me], node_ranks[m]) for m in nodes]
         with self.meter.point_to_point("all_gather", sent, "inter"):
-            works = start_exchange(
-                [(mine, node_ranks[m]) for m in nodes],
-                [(output_MKN[m, me], node_ranks[m]) for m in nodes],
-                self.inter_group,
-                GATHER,
-            )
+            works = start_exchange(sends, receives, self.inter_group, GATHER)
 
         def finish() -> None:
             with self.meter.point_to_point("all_gather", [], "inter", new_call=False):
@@ -123,17 +119,14 @@ class HierarchicalAllGather(_TwoStage):
                     work.wait()
             peers = [k for k in range(self.local_ranks) if k != me]
             sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+            sends = [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)]
+            receives = [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
             with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
-                exchange(
-                    [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                    [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                    self.intra_group,
-                    GATHER,
-                )
+                exchange(sends, receives, self.intra_group, GATHER)
 
         return finish
 
-    def _by_collectives(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
+    def _by_collectives(self, output_MKN: Tensor, input_N: Tensor) -> None:
         shard_bytes = input_N.numel() * input_N.element_size()
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
         with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
@@ -150,8 +143,8 @@ class HierarchicalReduceScatter(_TwoStage):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
@@ -164,7 +157,7 @@ class HierarchicalReduceScatter(_TwoStage):
             output_tensor /= divisor
         return None
 
-    def sum_inside(self, input_MKN: torch.Tensor) -> torch.Tensor:
+    def sum_inside(self, input_MKN: Tensor) -> Tensor:
         """Return the sums over this node for the slots of this rank's peers between nodes [M, N]."""
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
@@ -177,18 +170,15 @@ class HierarchicalReduceScatter(_TwoStage):
         received_KMN[me] = input_MKN[:, me]
         peers = [k for k in range(self.local_ranks) if k != me]
         sent = [(local_ranks[k], received_KMN[k].numel() * received_KMN.element_size()) for k in peers]
+        sends = [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
+        receives = [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)]
         with self.meter.point_to_point("reduce_scatter", sent, "intra"):
-            exchange(
-                [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                self.intra_group,
-                REDUCE,
-            )
+            exchange(sends, receives, self.intra_group, REDUCE)
             partial_MN = received_KMN[0]
             sum_in_order(list(received_KMN), partial_MN)
         return partial_MN
 
-    def _sum_between(self, output_N: torch.Tensor, partial_MN: torch.Tensor) -> None:
+    def _sum_between(self, output_N: Tensor, partial_MN: Tensor) -> None:
         node_ranks = self.ranks_of(self.inter_group)
         if not prefers_messages(self.inter_group, partial_MN.device):
             n_bytes = partial_MN.numel() * partial_MN.element_size()

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject
@@ -127,8 +127,8 @@ class NotedCollective:
 
     def issue(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any = None,
         async_op: bool = False,

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 
 from smp_core.cluster import KINDS, Collectives, Kind, LinkFit, Links, ring_bytes, rounds
-from smp_core.comm.exchange import GATHER, gather_rows, prefers_messages
+from smp_core.comm.exchange import GATHER, gather_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.topology import Topology
+from smp_core.torch_facts import prefers_messages
 
 SIZES = tuple(1 << exponent for exponent in range(12, 27, 2))
 """Bytes of the whole tensor, the gathered one or the one to be reduced: 4 KiB to 64 MiB."""

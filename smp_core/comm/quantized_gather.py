@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.codecs import ALIGN, Codec
 from smp_core.comm.deferred import finish_later
-from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
+from smp_core.comm.exchange import GATHER, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts import all_gather_single
+from smp_core.torch_facts import all_gather_single, prefers_messages
 
 logger = logging.getLogger("smp")
 
@@ -56,12 +57,12 @@ class GatherPolicy:
     ) -> None:
         self.codec, self.exclude = payload, tuple(exclude)
         self._after_steps, self._group, self._device, self._steps = after_steps, group, device, steps
-        self._shards: list[tuple[str, Callable[[], Iterable[torch.Tensor]]]] = []
+        self._shards: list[tuple[str, Callable[[], Iterable[Tensor]]]] = []
         self._finite: list[bool] | None = None
         self.fallbacks: dict[str, int] = {}
         """Unit -> how many of its gathers were uncompressed because a weight was inf or nan."""
 
-    def add_unit(self, name: str, shards: Callable[[], Iterable[torch.Tensor]]) -> int:
+    def add_unit(self, name: str, shards: Callable[[], Iterable[Tensor]]) -> int:
         """Take part in the decision; ``shards`` gives this rank's weights. Returns the unit's number."""
         self._shards.append((name, shards))
         return len(self._shards) - 1
@@ -139,8 +140,8 @@ class QuantizedAllGather(CommObject):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -175,7 +176,7 @@ class QuantizedAllGather(CommObject):
             self._parts = found
         return self._parts
 
-    def _encode(self, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> torch.Tensor:
+    def _encode(self, shard_N: Tensor, encoded: list[slice], exact: list[slice]) -> Tensor:
         """Return the codec's payload, then the bytes of what is sent exactly, padded: in a row of payloads each starts
         where scales may be read."""
         values, kept = _join(shard_N, encoded), _join(shard_N, exact).contiguous().view(torch.uint8)
@@ -185,9 +186,7 @@ class QuantizedAllGather(CommObject):
         payload_B[n_codes : n_codes + kept.numel()] = kept
         return payload_B
 
-    def _decode(
-        self, payloads_RB: torch.Tensor, shards_RN: torch.Tensor, encoded: list[slice], exact: list[slice]
-    ) -> None:
+    def _decode(self, payloads_RB: Tensor, shards_RN: Tensor, encoded: list[slice], exact: list[slice]) -> None:
         """Decompress R payloads [R, B] into R shards [R, N]."""
         n = sum(part.stop - part.start for part in encoded)
         n_codes = self._policy.codec.size(n)
@@ -203,7 +202,7 @@ class QuantizedAllGather(CommObject):
             _spread(payloads_RB[:, n_codes : n_codes + n_bytes].clone().view(shards_RN.dtype), shards_RN, exact)
 
     def _in_one_stage(
-        self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice]
+        self, output: Tensor, own_B: Tensor, encoded: list[slice], exact: list[slice]
     ) -> Callable[[], None]:
         ranks, me = self.ranks_of(self._group), dist.get_rank(self._group)
         payloads_PB = own_B.new_empty(len(ranks), own_B.numel())
@@ -219,7 +218,7 @@ class QuantizedAllGather(CommObject):
         return finish
 
     def _in_two_stages(
-        self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice], stages: Stages
+        self, output: Tensor, own_B: Tensor, encoded: list[slice], exact: list[slice], stages: Stages
     ) -> Callable[[], None]:
         intra, inter = stages
         m, k, here, me = (
@@ -248,26 +247,23 @@ class QuantizedAllGather(CommObject):
         return finish
 
     def _start(
-        self, rows: torch.Tensor, group: dist.ProcessGroup, link: Any, *, dim: int = 0, new_call: bool = False
+        self, rows: Tensor, group: dist.ProcessGroup, link: Any, *, dim: int = 0, new_call: bool = False
     ) -> list[dist.Work]:
         """All-gather in place: along ``dim`` of ``rows`` every rank of the group has filled its own place."""
         ranks, me = self.ranks_of(group), dist.get_rank(group)
         pieces = [rows] if dim == 0 else list(rows)
         row_bytes = sum(piece[me].numel() * piece.element_size() for piece in pieces)
         others = [i for i in range(len(ranks)) if i != me]
-        sends = [(ranks[i], row_bytes) for i in others]
-        with self.meter.point_to_point("all_gather", sends, link, new_call=new_call):
+        sent = [(ranks[i], row_bytes) for i in others]
+        with self.meter.point_to_point("all_gather", sent, link, new_call=new_call):
             if not prefers_messages(group, rows.device):
                 return [
                     all_gather_single(piece.view(-1), piece[me].reshape(-1), group=group, async_op=True)
                     for piece in pieces
                 ]
-            return start_exchange(
-                [(piece[me], ranks[i]) for i in others for piece in pieces],
-                [(piece[i], ranks[i]) for i in others for piece in pieces],
-                group,
-                GATHER,
-            )
+            sends = [(piece[me], ranks[i]) for i in others for piece in pieces]
+            receives = [(piece[i], ranks[i]) for i in others for piece in pieces]
+            return start_exchange(sends, receives, group, GATHER)
 
     def _wait(self, works: Sequence[dist.Work], link: LinkClass) -> None:
         with self.meter.point_to_point("all_gather", [], link, new_call=False):
@@ -275,7 +271,7 @@ class QuantizedAllGather(CommObject):
                 work.wait()
 
 
-def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+def _join(shard_N: Tensor, parts: list[slice]) -> Tensor:
     if not parts:
         return shard_N[:0]
     if len(parts) == 1:
@@ -283,7 +279,7 @@ def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:
     return torch.cat([shard_N[part] for part in parts])
 
 
-def _spread(values_RN: torch.Tensor, shards_RN: torch.Tensor, parts: list[slice]) -> None:
+def _spread(values_RN: Tensor, shards_RN: Tensor, parts: list[slice]) -> None:
     start = 0
     for part in parts:
         size = part.stop - part.start

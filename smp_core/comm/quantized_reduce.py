@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.codecs import Codec
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
@@ -41,15 +42,15 @@ class QuantizedReduceScatter(CommObject):
         self._codec, self._error_feedback = codec, error_feedback
         self._inside = None if stages is None else HierarchicalReduceScatter(meter, *stages)
         self._between = group if stages is None else stages[1]
-        self.residual: torch.Tensor | None = None
+        self.residual: Tensor | None = None
         """What was rounded off the terms sent last [M, N]; None: without error feedback, or nothing was sent yet."""
-        self.fallbacks: torch.Tensor | int = 0
+        self.fallbacks: Tensor | int = 0
         """Terms that held inf or nan, as :attr:`smp_core.comm.replica_hop.ReplicaHop.fallbacks`."""
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -75,12 +76,14 @@ def _world_mesh(traffic: Traffic) -> DeviceMesh:
     return DeviceMesh.from_group(traffic.mesh.world_group, traffic.device.type)
 
 
-def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict[str, torch.Tensor], list[_Table]]:
+def _joined(remainders: dict[str, Tensor], traffic: Traffic) -> tuple[dict[str, Tensor], list[_Table]]:
     """Join this rank's remainders; the tables are those of all stages. Collective over the stages."""
     tables: list[Any] = [None] * traffic.mesh.pipeline_degree
     own = [(name, tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for name, tensor in remainders.items()]
     dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
-    longest = max(sum(size for _, size, _ in table) for table in tables)
+    longest = 0
+    for table in tables:
+        longest = max(longest, sum(size for _, size, _ in table))
     if longest == 0:
         return {}, tables
     kept = [tensor.double() for tensor in remainders.values()] or [
@@ -90,7 +93,7 @@ def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict
     return {_JOINED: F.pad(flat, (0, longest - flat.numel()))}, tables
 
 
-def _split(joined: torch.Tensor, table: _Table) -> dict[str, torch.Tensor]:
+def _split(joined: Tensor, table: _Table) -> dict[str, Tensor]:
     sizes = [size for _, size, _ in table]
     parts = joined[: sum(sizes)].split(sizes)
     return {name: part.to(getattr(torch, dtype)) for (name, _, dtype), part in zip(table, parts, strict=True)}

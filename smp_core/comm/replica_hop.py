@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from smp_core.codecs import Codec
 from smp_core.comm.background import Background, Pending
@@ -60,13 +61,13 @@ class ReplicaHop(CommObject):
         self._inside = None if stages is None else stages[0]
         self._background = background
         self._error_feedback = error_feedback and codec is not None
-        self.residuals: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.residuals: dict[str, tuple[Tensor, Tensor]] = {}
         """Per key: what was rounded off on the way to owners [M, S], and by the owner [S]."""
-        self.fallbacks: torch.Tensor | int = 0
+        self.fallbacks: Tensor | int = 0
         """Parts that held inf or nan; on CPU they were sent exactly. On an accelerator a 0-d tensor."""
         self._all_reduce = FlatAllReduce(meter)
 
-    def __call__(self, flat: torch.Tensor, key: str | None = None) -> Pending | None:
+    def __call__(self, flat: Tensor, key: str | None = None) -> Pending | None:
         """Start summing ``flat`` in place; it is complete after ``wait``. None: there is nobody to add up with.
 
         Args:
@@ -112,7 +113,7 @@ class ReplicaHop(CommObject):
         size = -(-n // (k * m))
         return (inside * m + dist.get_rank(self.between)) * size, size
 
-    def scatter(self, flat: torch.Tensor, part: torch.Tensor, key: str | None = None) -> Pending:
+    def scatter(self, flat: Tensor, part: Tensor, key: str | None = None) -> Pending:
         """Start summing ``flat`` [n] into ``part``, this rank's own; ``flat`` is used up."""
 
         def run() -> None:
@@ -122,7 +123,7 @@ class ReplicaHop(CommObject):
 
         return self._background.submit(run)
 
-    def gather(self, part: torch.Tensor, n: int) -> torch.Tensor:
+    def gather(self, part: Tensor, n: int) -> Tensor:
         """Return every rank's part, put together: [n]."""
         k, m = self._counts()
         rows_KMS = part.new_empty(k, m, part.numel())
@@ -138,7 +139,7 @@ class ReplicaHop(CommObject):
     def _counts(self) -> tuple[int, int]:
         return 1 if self._inside is None else dist.get_world_size(self._inside), dist.get_world_size(self.between)
 
-    def _in_stages(self, flat: torch.Tensor, key: str | None) -> None:
+    def _in_stages(self, flat: Tensor, key: str | None) -> None:
         work, mine_MS = self._sum_to_columns(flat)
         sums_MS, residual = self._sum_to_owners(mine_MS, key)
         if self.codec is None:
@@ -154,7 +155,7 @@ class ReplicaHop(CommObject):
         if work is not flat:
             flat.copy_(work[: flat.numel()])
 
-    def _sum_to_columns(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sum_to_columns(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``flat`` padded to equal parts, and the view of it that is this rank's column [M, S], summed over the
         node."""
         k, m = self._counts()
@@ -164,13 +165,13 @@ class ReplicaHop(CommObject):
         mine = rows_KN[0] if self._inside is None else self._sum_inside(rows_KN, self._inside)
         return work, mine.view(m, -1)
 
-    def _sum_inside(self, rows_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _sum_inside(self, rows_KN: Tensor, group: dist.ProcessGroup) -> Tensor:
         mine = rows_KN[dist.get_rank(group)]
         with self._counted(group, rows_KN[0], "intra", new_call=True):
             sum_rows(mine, rows_KN, group, HOP)
         return mine
 
-    def _sum_to_owners(self, mine_MS: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _sum_to_owners(self, mine_MS: Tensor, key: str | None) -> tuple[Tensor, Tensor | None]:
         """Sum over nodes into ``mine_MS[me]``. Returns the sums in the dtype they were taken in, and what the owner
         rounded off the last time it sent one."""
         me = dist.get_rank(self.between)
@@ -194,9 +195,7 @@ class ReplicaHop(CommObject):
         mine_MS[me] = sums_MS[me]
         return sums_MS, from_owner
 
-    def _residuals_of(
-        self, key: str | None, sums_MS: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    def _residuals_of(self, key: str | None, sums_MS: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if not self._error_feedback or key is None:
             return None, None
         kept = self.residuals.get(key)
@@ -204,7 +203,7 @@ class ReplicaHop(CommObject):
             kept = self.residuals[key] = (torch.zeros_like(sums_MS), torch.zeros_like(sums_MS[0]))
         return kept
 
-    def _from_owners(self, sums_MS: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _from_owners(self, sums_MS: Tensor, residual: Tensor | None) -> None:
         codec, me, (m, s) = self.codec, dist.get_rank(self.between), sums_MS.shape
         assert codec is not None
         payloads = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
@@ -227,24 +226,21 @@ class ReplicaHop(CommObject):
         else:
             codec.decode(payloads, sums_MS)
 
-    def _send_exactly(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+    def _send_exactly(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
         """Exchange uncompressed parts between nodes, by place in the group between nodes, and count them as
         fallbacks."""
         self.fallbacks += len(sends)
         ranks = self.ranks_of(self.between)
         n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]
+        sent = [(part, ranks[i]) for i, part in sends.items()]
+        received = [(part, ranks[i]) for i, part in receives.items()]
         with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
-            exchange(
-                [(part, ranks[i]) for i, part in sends.items()],
-                [(part, ranks[i]) for i, part in receives.items()],
-                self.between,
-                HOP,
-            )
+            exchange(sent, received, self.between, HOP)
 
     def _counted(
         self,
         group: dist.ProcessGroup,
-        row: torch.Tensor,
+        row: Tensor,
         link: LinkClass,
         *,
         new_call: bool = False,

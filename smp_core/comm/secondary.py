@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm.deferred import Deferred
 from smp_core.torch_facts import streams
@@ -49,10 +49,10 @@ class SecondaryGather:
     def __init__(self, made: Any, holders: dist.ProcessGroup, unit: Gathers) -> None:
         self._made, self._holders, self._unit = made, holders, unit
         self._degree, self._place = dist.get_world_size(holders), dist.get_rank(holders)
-        self.part: torch.Tensor | None = None
+        self.part: Tensor | None = None
 
-    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._made.allocate(*args, **kwargs)
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = self._made.allocate(*args, **kwargs)
         return tensor
 
     def forget(self) -> None:
@@ -60,7 +60,7 @@ class SecondaryGather:
         self.part = None
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``output[P * N]`` from ``input[N]`` of every rank of ``group``, or from ``[P * N / K]`` of the
         holders."""
@@ -75,7 +75,7 @@ class SecondaryGather:
         work = self._made(output_tensor, input_tensor, group, async_op)
         return self._left_behind(work, output_tensor) if leaves else work
 
-    def _left_behind(self, work: dist.Work | None, output_tensor: torch.Tensor) -> dist.Work | None:
+    def _left_behind(self, work: dist.Work | None, output_tensor: Tensor) -> dist.Work | None:
         """Keep this rank's part of the output as soon as that is there."""
 
         def keep() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
-from smp_core.comm.exchange import prefers_messages
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.issued import IssuedCollectives, NotedCollective
@@ -22,6 +24,7 @@ from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.comm.secondary import SecondaryGather
 from smp_core.plan import Plan
+from smp_core.torch_facts import prefers_messages
 
 
 class Unit(Protocol):
@@ -38,7 +41,7 @@ class Unit(Protocol):
 
     def shard_layout(self) -> Sequence[tuple[str, int]]: ...
 
-    def local_shards(self) -> Sequence[torch.Tensor]: ...
+    def local_shards(self) -> Sequence[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,19 @@ class Route:
     ``hop`` does it, then divided once.
 
     Attributes:
-        hop: adds up over the group.
+        group: the ranks to add up over.
         divisor: ranks whose gradients are in the sum, those that were added up before included.
+        make_hop: makes what adds up over the group.
     """
 
-    hop: ReplicaHop
+    group: dist.ProcessGroup
     divisor: int
+    make_hop: Callable[[], ReplicaHop]
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.hop.group
+    @cached_property
+    def hop(self) -> ReplicaHop:
+        """The object that adds up over the group, made when it is first asked for: often there is nothing to add up."""
+        return self.make_hop()
 
     @property
     def adds_up(self) -> bool:
@@ -99,26 +105,40 @@ class Traffic:
         dealt = plan.shapes.experts if knobs.expert_parallel_degree != 1 else ()
         self._experts = {site.name for site in dealt}
         self._reductions: dict[str, QuantizedReduceScatter] = {}
+        self._add_routes(plan)
+
+    def _add_routes(self, plan: Plan) -> None:
+        """Make the routes of gradients, and connect those that do not send by one all-reduce of the library."""
+        mesh, knobs = self.mesh, plan.knobs
+        over_world, in_stages = knobs.optimizer_shard == "world", bool(knobs.collectives.hierarchical)
+        background = functools.cache(lambda: Background(mesh.device))
+
+        def route(group: dist.ProcessGroup, *stages_and_codec: Any) -> Route:
+            def make_hop() -> ReplicaHop:
+                stages, *coded = stages_and_codec
+                return ReplicaHop(self._meter, group, stages, background(), *coded)
+
+            return Route(group, mesh.gradient_degree, make_hop)
+
+        # Units: over replicas.
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
-        background, feedback = Background(mesh.device), bool(form.error_feedback)
-        replica_stages = mesh.stages(Axis.REPLICATE) if knobs.collectives.hierarchical else None
-        over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
-        self._of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
+        stages = mesh.stages(Axis.REPLICATE) if in_stages else None
+        self._of_units = route(mesh.replicate_group, stages, payload, bool(self._form.error_feedback))
+        self.of_replicated = self._of_units
+        connected = [self._of_units] if over_world or stages is not None or payload is not None else []
+        # 0-d and shared parameters, over all ranks, not in codes: few, and gradients of what is shared matter most.
         if mesh.shard_degree > 1:
-            # 0-d and shared parameters: few, and gradients of what is shared matter most.
-            in_two = knobs.collectives.hierarchical and any(plan.replicated_parameters)
-            gradient_stages = mesh.stages(*GRADIENTS) if in_two else None
-            over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
-            self.of_replicated = Route(over_all, mesh.gradient_degree)
-        over_world = knobs.optimizer_shard == "world"
-        hops = [self._of_units.hop, *([self.of_replicated.hop] if any(plan.replicated_parameters) else [])]
+            has_any = any(plan.replicated_parameters)
+            stages = mesh.stages(*GRADIENTS) if in_stages and has_any else None
+            self.of_replicated = route(mesh.gradient_group, stages)
+            if has_any and (over_world or stages is not None):
+                connected.append(self.of_replicated)
         # Of frozen parameters too, which may be trained later; but nobody adds up integers, or numbers of eight bits.
-        reduced = {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}
+        reduced = {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters} if connected else set()
         summed = sorted((each for each in reduced if each.is_floating_point and each.itemsize > 1), key=str)
-        for hop in dict.fromkeys(hops):
-            if hop.stages is not None or hop.codec is not None or over_world:
-                for dtype in summed:
-                    hop.connect(dtype)
+        for each in connected:
+            for dtype in summed:
+                each.hop.connect(dtype)
 
     def route_of(self, unit: Unit) -> Route:
         """Return the route of a unit's sums: over the replication group, since FSDP2 has added up inside the partition
@@ -185,7 +205,7 @@ class Traffic:
             return HierarchicalReduceScatter(self._meter, *self._stages)
         return FlatReduceScatter(self._meter)
 
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """List the parts of unsharded parameters that this rank holds between forward and backward."""
         return [secondary.part for secondary in self._secondary if secondary.part is not None]
 
@@ -226,7 +246,7 @@ class Traffic:
 
     # What was rounded off and not made up for yet is part of a training's state.
 
-    def error_feedback(self) -> dict[str, torch.Tensor]:
+    def error_feedback(self) -> dict[str, Tensor]:
         """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks of a pipeline
         stage. Collective over these."""
         if not self.keeps_remainders:
@@ -246,7 +266,7 @@ class Traffic:
             )
         return found
 
-    def load_error_feedback(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def load_error_feedback(self, saved: Mapping[str, Tensor]) -> None:
         """Take up what :meth:`error_feedback` gave; names of units that are not here are left out."""
         if not self.keeps_remainders:
             return

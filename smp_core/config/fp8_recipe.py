@@ -52,8 +52,10 @@ class Fp8Recipe(Recipe):
     KNOB: ClassVar[str] = "fp8"
     OPTIONAL: ClassVar[bool] = True
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        **{word: {"scaling": word} for word in get_args(Scaling)},
-        **{word: {"fp8_format": word} for word in get_args(Fp8Format)},
+        "delayed": {"scaling": "delayed"},
+        "dynamic": {"scaling": "dynamic"},
+        "hybrid": {"fp8_format": "hybrid"},
+        "e4m3": {"fp8_format": "e4m3"},
     }
     ALLOWED: ClassVar[str] = "none, true, 'delayed', 'dynamic', 'hybrid', 'e4m3'"
     EXAMPLE: ClassVar[str] = '{"amax_history_len": 1024}'

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.cluster import Axis, SmpMesh
@@ -130,7 +130,7 @@ class ContextParallel:
         split.trial = self.trial
         return split
 
-    def gather(self, tensor: torch.Tensor, split: SplitBatch, dim: int = 1) -> torch.Tensor:
+    def gather(self, tensor: Tensor, split: SplitBatch, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor, of which every context rank has its tokens. Collective.
 
         The result has no padding and no gradient: it is for predictions and metrics.
@@ -150,7 +150,7 @@ class ContextParallel:
     def gather_all(self, outputs: Any, split: SplitBatch) -> Any:
         """Apply :meth:`gather` to every tensor [B, L, ...] in a nest of mappings, tuples and lists."""
 
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        def gathered(tensor: Tensor) -> Tensor:
             is_split = tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length
             return self.gather(tensor, split) if is_split else tensor
 
@@ -165,7 +165,7 @@ class ContextParallel:
         device = _device_of(batch)
 
         # The batch without its values: meta tensors pickle to shape and dtype.
-        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        def shape_of(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
         carried = [map_tensors(batch, shape_of, MutableMapping) if is_source else None]
@@ -174,7 +174,7 @@ class ContextParallel:
         # The values, in the order of the nest, which is the same on every rank.
         values = iterate_tensors(batch, mapping=MutableMapping)
 
-        def received(shape: torch.Tensor) -> torch.Tensor:
+        def received(shape: Tensor) -> Tensor:
             tensor = next(values)[1].contiguous() if is_source else torch.empty_like(shape, device=device)
             dist.broadcast(tensor, src=source, group=group)
             return tensor
@@ -197,7 +197,7 @@ class ContextParallel:
         # The target of each token.
         target_key = "labels" if layout.targets is None else layout.targets
         targets = sequences.get(target_key)
-        if targets is None and isinstance(batch.get(target_key), torch.Tensor):
+        if targets is None and isinstance(batch.get(target_key), Tensor):
             raise ValueError(
                 f"{target_key} of {tuple(batch[target_key].shape)} are not per token ([{rows}, {length}]); a head that "
                 "pools the sequence has no context parallel form"
@@ -270,7 +270,7 @@ class ContextParallel:
         split.shift_labels = split_target
         return split
 
-    def _plan(self, documents: torch.Tensor, order: Order) -> SequencePlan:
+    def _plan(self, documents: Tensor, order: Order) -> SequencePlan:
         """Plan sequences whose documents have the numbers ``documents`` [B, S]; padding is a document of its own."""
         length = documents.shape[1]
         padded = padded_length(length, self.degree)
@@ -306,17 +306,17 @@ class _OwnTokens:
         missing: tokens of padding after the S of the batch.
     """
 
-    indices: torch.Tensor
+    indices: Tensor
     missing: int
 
-    def take(self, sequence: torch.Tensor, padding: Any) -> torch.Tensor:
+    def take(self, sequence: Tensor, padding: Any) -> Tensor:
         """Return [B, L, ...] of [B, S, ...], padded with ``padding``."""
         if self.missing:
             shape = (len(sequence), self.missing, *sequence.shape[2:])
             sequence = torch.cat([sequence, sequence.new_full(shape, padding)], 1)
         return sequence.index_select(1, self.indices).contiguous()
 
-    def take_positions(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def take_positions(self, position_ids: Tensor) -> Tensor:
         """Return [B, L] of [B, S], where the positions of padding count from 0."""
         if self.missing:
             of_padding = torch.arange(self.missing, dtype=position_ids.dtype, device=position_ids.device)
@@ -332,7 +332,7 @@ def _device_of(batch: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+def _next_tokens(labels: Tensor) -> Tensor:
     """Return the label of the next token for each token [B, S]; the last one has none."""
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
@@ -352,7 +352,7 @@ def _dims_of_mapping(batch: Mapping[Any, Any], tokens: Any) -> dict[Key, int]:
             "which keys have a sequence: BatchLayout(dims={'tokens': 1, ...}, targets='...')"
         )
     mask = batch.get("attention_mask")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError(
             "attention_mask has to be [B, S] with 1 for tokens and 0 for padding; packed documents are told by "
             "position_ids that start again, or by document_ids"
@@ -373,7 +373,7 @@ def _dims_of_mapping(batch: Mapping[Any, Any], tokens: Any) -> dict[Key, int]:
 def _dims_of_sequence(batch: Sequence[Any]) -> dict[Key, int]:
     """Find the tensors of a tuple or list that have the sequence of the first one, in dim 1."""
     first = batch[0] if batch else None
-    if not isinstance(first, torch.Tensor) or first.dim() < 2:
+    if not isinstance(first, Tensor) or first.dim() < 2:
         raise ValueError(
             "the first of a tuple's tensors has no sequence [B, S, ...]; say which have: BatchLayout(dims={0: 1, ...})"
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
@@ -23,15 +24,15 @@ torchs_sum = functools.partial(F.cross_entropy, reduction="sum")
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    lm_head: Callable[[torch.Tensor], torch.Tensor],
-    labels: torch.Tensor,
+    hidden: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    labels: Tensor,
     chunk: int = 1024,
     *,
-    divisor: torch.Tensor | float | None = None,
+    divisor: Tensor | float | None = None,
     label_smoothing: float = 0.0,
-    cross_entropy_sum: Callable[..., torch.Tensor] = torchs_sum,
-) -> torch.Tensor:
+    cross_entropy_sum: Callable[..., Tensor] = torchs_sum,
+) -> Tensor:
     """Compute the cross entropy of ``lm_head(hidden)`` against ``labels``.
 
     Args:
@@ -57,7 +58,7 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk={chunk}; allowed: 1 token or more")
     hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
 
-    def loss_of(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    def loss_of(hidden_CH: Tensor, labels_C: Tensor) -> Tensor:
         logits_CV = lm_head(hidden_CH)
         if logits_CV.dtype != torch.float64:
             logits_CV = logits_CV.float()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.context_parallel.chunked_loss import IGNORED, chunked_cross_entropy, torchs_sum
 from smp_core.context_parallel.transformers_models import transformers_models
@@ -68,39 +68,39 @@ def smoothed(label_smoothing: float) -> Iterator[None]:
 class SplitVocabulary(Protocol):
     """Logits of which each rank holds those of its own words (:class:`smp_core.tensor_parallel.loss.SplitLogits`)."""
 
-    def of(self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def of(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Call the head for this rank's logits."""
 
     def cross_entropy_sum(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float
-    ) -> torch.Tensor:
+        self, logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float
+    ) -> Tensor:
         """Compute what torch's cross entropy with ``reduction="sum"`` does of unsplit logits."""
 
 
 class PendingLogits:
     """The logits that are not computed yet: the head's input, and the element-wise steps for its output."""
 
-    def __init__(self, owner: str, head: nn.Module, hidden: torch.Tensor, steps: tuple[_Step, ...] = ()) -> None:
+    def __init__(self, owner: str, head: nn.Module, hidden: Tensor, steps: tuple[_Step, ...] = ()) -> None:
         self._owner, self._head, self._hidden, self._steps = owner, head, hidden, steps
         self.device = hidden.device
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """Compute the logits [..., T, V]."""
         return self._finished(self._head(self._hidden))
 
     def loss(
         self,
-        targets: torch.Tensor,
+        targets: Tensor,
         chunk: int,
-        divisor: torch.Tensor | float | None,
+        divisor: Tensor | float | None,
         split: SplitVocabulary | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the cross entropy of the logits against ``targets`` [..., T], in chunks; see
         :func:`chunked_cross_entropy`.
         """
 
-        def in_chunks(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-            def logits_of(part: torch.Tensor) -> torch.Tensor:
+        def in_chunks(project: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+            def logits_of(part: Tensor) -> Tensor:
                 return self._finished(project(part) if split is None else split.of(project, part))
 
             return chunked_cross_entropy(
@@ -115,7 +115,7 @@ class PendingLogits:
 
         return self._head(self._hidden, in_chunks=in_chunks)
 
-    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+    def _finished(self, logits: Tensor) -> Tensor:
         for step in self._steps:
             logits = step(logits)
         return logits
@@ -126,7 +126,7 @@ class PendingLogits:
         if name not in _ELEMENTWISE or any(map(_has_values_per_token, others)):
             raise self._refusal(name)
 
-        def step(logits: torch.Tensor) -> torch.Tensor:
+        def step(logits: Tensor) -> Tensor:
             named = {key: logits if value is self else value for key, value in kwargs.items()}
             return function(*(logits if arg is self else arg for arg in args), **named)
 
@@ -144,7 +144,7 @@ class PendingLogits:
             raise AttributeError(name)
         if name not in _ELEMENTWISE:
             raise self._refusal(name)
-        method = getattr(torch.Tensor, name)
+        method = getattr(Tensor, name)
         return lambda *args, **kwargs: self._with(name, method, (self, *args), kwargs)
 
     def __getitem__(self, _: Any) -> Any:
@@ -171,11 +171,11 @@ class PendingLogits:
         )
 
 
-_Step = Callable[[torch.Tensor], torch.Tensor]
+_Step = Callable[[Tensor], Tensor]
 
 
 def _has_values_per_token(argument: Any) -> bool:
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return argument.ndim > 1
     return isinstance(argument, PendingLogits)
 
@@ -189,7 +189,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self._owner, self._held = owner, (head,)  # not a submodule
 
-    def forward(self, hidden: torch.Tensor) -> PendingLogits:
+    def forward(self, hidden: Tensor) -> PendingLogits:
         return PendingLogits(self._owner, self._held[0], hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -244,22 +244,22 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
     warned = False
 
     def loss_function(
-        logits: torch.Tensor | PendingLogits,
-        labels: torch.Tensor,
+        logits: Tensor | PendingLogits,
+        labels: Tensor,
         vocab_size: int | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = IGNORED,
-        shift_labels: torch.Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute what ForCausalLMLoss of Transformers computes, from pending logits in chunks."""
-        if isinstance(logits, torch.Tensor) and not _STATE.label_smoothing:
+        if isinstance(logits, Tensor) and not _STATE.label_smoothing:
             options |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return whole_loss(logits, labels, vocab_size, shift_labels=shift_labels, **options)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
-        if isinstance(logits, torch.Tensor):
+        if isinstance(logits, Tensor):
             return PendingLogits(name, _Through(), logits).loss(targets, chunk, num_items_in_batch)
         return logits.loss(targets, chunk, num_items_in_batch, split)
 
@@ -271,7 +271,7 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
         with _in_its_place(places, stand_in):
             outputs = whole_forward(*args, **kwargs)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-        has_loss = isinstance(loss, torch.Tensor)
+        has_loss = isinstance(loss, Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:
             warned = True
             logger.warning(_NO_LABELS, name)
@@ -285,7 +285,7 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
 class _Through(nn.Module):
     """A head for logits that are computed already."""
 
-    def forward(self, logits: torch.Tensor, in_chunks: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def forward(self, logits: Tensor, in_chunks: Callable[..., Tensor]) -> Tensor:
         return in_chunks(lambda part: part, logits)
 
 
@@ -317,7 +317,7 @@ def _let_compute_chunks(head: nn.Module) -> None:
     own = head.forward
 
     @functools.wraps(own)
-    def forward(*args: Any, in_chunks: Callable[..., torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(*args: Any, in_chunks: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
         return own(*args, **kwargs) if in_chunks is None else in_chunks(own, *args)
 
     head.forward = forward  # type: ignore[method-assign]

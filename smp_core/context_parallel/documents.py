@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.context_parallel.chunked_loss import IGNORED
 
@@ -23,7 +24,7 @@ Key = str | int
 DOCUMENT_KEYS = ("document_ids", "seq_idx")
 
 
-def document_starts_of(sequences: Mapping[Key, Any], rows: int, length: int, device: torch.device) -> torch.Tensor:
+def document_starts_of(sequences: Mapping[Key, Any], rows: int, length: int, device: torch.device) -> Tensor:
     """Find the first token of every document and of every run of padding.
 
     Args:
@@ -53,7 +54,7 @@ def document_starts_of(sequences: Mapping[Key, Any], rows: int, length: int, dev
     return starts
 
 
-def positions_in_documents(sequences: Mapping[Key, Any], starts: torch.Tensor) -> torch.Tensor:
+def positions_in_documents(sequences: Mapping[Key, Any], starts: Tensor) -> Tensor:
     """Return the batch's ``position_ids``, or count them: in each document if ids tell documents, else in each row.
 
     Args:
@@ -62,7 +63,7 @@ def positions_in_documents(sequences: Mapping[Key, Any], starts: torch.Tensor) -
     Returns:
         [B, S] or [1, S], int64.
     """
-    position_ids: torch.Tensor | None = sequences.get("position_ids")
+    position_ids: Tensor | None = sequences.get("position_ids")
     if position_ids is not None:
         return position_ids
     rows, length = starts.shape
@@ -73,9 +74,7 @@ def positions_in_documents(sequences: Mapping[Key, Any], starts: torch.Tensor) -
     return in_row - start_of_document
 
 
-def positions_of_first_tokens(
-    position_ids: torch.Tensor, starts: torch.Tensor, padded: bool
-) -> tuple[tuple[int, ...], ...]:
+def positions_of_first_tokens(position_ids: Tensor, starts: Tensor, padded: bool) -> tuple[tuple[int, ...], ...]:
     """List the position of every document's first token, row by row; none if every row is one document.
 
     Chunked attention counts its chunks from these positions, as in Transformers, in a batch with several documents in
@@ -96,7 +95,7 @@ def positions_of_first_tokens(
     return tuple(found)
 
 
-def labels_within_documents(batch: Mapping[str, Any]) -> torch.Tensor:
+def labels_within_documents(batch: Mapping[str, Any]) -> Tensor:
     """Return ``batch["labels"]`` [B, S] without the first token of every document, which no token predicts."""
     labels = batch["labels"]
     sequences: dict[Key, Any] = {key: item for key, item in batch.items() if has_sequence_of(item, labels)}
@@ -104,17 +103,17 @@ def labels_within_documents(batch: Mapping[str, Any]) -> torch.Tensor:
     return labels.masked_fill(document_starts_of(sequences, rows, length, labels.device), IGNORED)
 
 
-def has_sequence_of(item: Any, tokens: torch.Tensor) -> bool:
+def has_sequence_of(item: Any, tokens: Tensor) -> bool:
     """Return whether an item of a batch has the rows and the length of ``tokens`` [B, S, ...]."""
-    return isinstance(item, torch.Tensor) and item.dim() >= 2 and item.shape[:2] == tokens.shape[:2]
+    return isinstance(item, Tensor) and item.dim() >= 2 and item.shape[:2] == tokens.shape[:2]
 
 
-def _document_ids(sequences: Mapping[Key, Any]) -> torch.Tensor | None:
+def _document_ids(sequences: Mapping[Key, Any]) -> Tensor | None:
     given = [sequences[key] for key in DOCUMENT_KEYS if sequences.get(key) is not None]
     return given[0] if given else None
 
 
-def _refuse_holes(mask: torch.Tensor, documents: torch.Tensor) -> None:
+def _refuse_holes(mask: Tensor, documents: Tensor) -> None:
     """Raise for padding inside a document: it would split the document into two that do not attend to one another.
 
     Args:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 logger = logging.getLogger("smp")
 
 Segments = Sequence[tuple[int, int]]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""
 # Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
 # gradients twice as much.
@@ -64,13 +65,13 @@ class Kernel:
     """
 
     name: str
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Tensors]
     takes: Callable[..., bool] = lambda *_: True
     multiple: int = 1
     one_size: bool = False
 
-    def padded(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def padded(self, *tensors: Tensor) -> list[Tensor]:
         """Pad every head with zeros to a size that the kernel takes.
 
         Zeros behind shorter heads change no score and no sum; their results are cut off again.
@@ -159,7 +160,7 @@ class FastestKernel:
         self,
         kind: Kind,
         kernels: Sequence[Kernel],
-        both_ways: Callable[[Kernel], Sequence[torch.Tensor]],
+        both_ways: Callable[[Kernel], Sequence[Tensor]],
         work: Callable[[Kernel], Any],
     ) -> Any:
         """Return ``work(kernel)`` with the fastest kernel; with the first, if another raises all at once.
@@ -185,9 +186,7 @@ class FastestKernel:
             self._chosen[kind] = kernels[0]
             return work(kernels[0])
 
-    def _choose(
-        self, kind: Kind, kernels: Sequence[Kernel], both_ways: Callable[[Kernel], Sequence[torch.Tensor]]
-    ) -> Kernel:
+    def _choose(self, kind: Kind, kernels: Sequence[Kernel], both_ways: Callable[[Kernel], Sequence[Tensor]]) -> Kernel:
         """Measure all kernels, and say which one it is to be."""
         first, *others = kernels
         found: dict[str, float | str] = {}
@@ -209,8 +208,8 @@ class FastestKernel:
     def _tried(
         self,
         kernel: Kernel,
-        both_ways: Callable[[Kernel], Sequence[torch.Tensor]],
-        expected: Sequence[torch.Tensor],
+        both_ways: Callable[[Kernel], Sequence[Tensor]],
+        expected: Sequence[Tensor],
     ) -> float | str:
         """Return a kernel's milliseconds, or why it is none to choose."""
         try:
@@ -220,7 +219,7 @@ class FastestKernel:
             return _short(error)
 
 
-def difference(seen: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+def difference(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Say which result is further from what was expected than two kernels' rounding explains; "": none."""
     for name, one, other in zip(_RESULTS, seen, expected, strict=True):
         rounding = torch.finfo(other.dtype).eps

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.context_parallel.fastest import Kernel, Masks, Tensors
 from smp_core.torch_facts import streams
@@ -32,8 +33,8 @@ aten = torch.ops.aten
 
 
 def flash_forward(
-    q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKD: torch.Tensor, masks: Masks, operators: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_BLHD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, masks: Masks, operators: Any = None
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, D] and the LSE [B, H, L], float32.
 
     Args:
@@ -55,12 +56,12 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_BLHD: torch.Tensor,
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKD: torch.Tensor,
-    out_BLHD: torch.Tensor,
-    lse_BHL: torch.Tensor,
+    grad_BLHD: Tensor,
+    q_BLHD: Tensor,
+    k_BMKD: Tensor,
+    v_BMKD: Tensor,
+    out_BLHD: Tensor,
+    lse_BHL: Tensor,
     masks: Masks,
     operators: Any = None,
 ) -> Tensors:
@@ -91,7 +92,7 @@ def _options(masks: Masks) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _varlen(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _varlen(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Return the cumulative lengths of queries and of keys, and the longest of each: the same for all layers of a
     batch.
     """
@@ -121,7 +122,7 @@ def _with_flash_3(run: Any, *args: Any) -> Any:
     return run(*args, operators=flash_3())
 
 
-def _flash_3_takes(q: torch.Tensor, *_: Any) -> bool:
+def _flash_3_takes(q: Tensor, *_: Any) -> bool:
     return torch.cuda.get_device_capability(q.device)[0] == 9 and flash_3() is not None
 
 

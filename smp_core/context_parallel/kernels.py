@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from smp_core.context_parallel.fastest import FastestKernel, Kernel, Masks, Tensors, kind_of
@@ -87,7 +88,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernels_for(q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks) -> Sequence[Kernel]:
+def kernels_for(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> Sequence[Kernel]:
     """Return the kernels that take a call, of which the fastest is to be found where there are several; the first is
     the one that the others are compared with."""
     if q_BLHD.device.type == "cpu":
@@ -101,7 +102,7 @@ def kernels_for(q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor
     return tuple(k for k in (*flash, CUDNN) if k.takes(q_BLHD, k_BMKD, v_BMKE, masks)) or (FLASH,)
 
 
-def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
+def _flash_takes(q: Tensor, v: Tensor) -> bool:
     """Return whether flash attention takes queries [.., D] and values [.., E] on their device."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -112,22 +113,20 @@ FASTEST = FastestKernel()
 """The choices of this process."""
 
 
-def forward(
-    q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
     tensors = (q_BLHD, k_BMKD, v_BMKE)
-    result: tuple[torch.Tensor, torch.Tensor] = _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
+    result: tuple[Tensor, Tensor] = _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
     return result
 
 
 def backward(
-    grad_BLHE: torch.Tensor,
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    out_BLHE: torch.Tensor,
-    lse_BHL: torch.Tensor,
+    grad_BLHE: Tensor,
+    q_BLHD: Tensor,
+    k_BMKD: Tensor,
+    v_BMKE: Tensor,
+    out_BLHE: Tensor,
+    lse_BHL: Tensor,
     masks: Masks,
 ) -> Tensors:
     """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
@@ -147,21 +146,19 @@ def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]
     if len(kernels) == 1:
         return counted(kernels[0])
 
-    def both_ways(kernel: Kernel) -> tuple[torch.Tensor, ...]:
+    def both_ways(kernel: Kernel) -> tuple[Tensor, ...]:
         out, lse = _forward(kernel, tensors, masks)
         return out, lse, *_backward(kernel, tensors, masks, out, out, lse)  # any gradient will do
 
     return FASTEST.run(kind_of(tensors, masks, kernels), kernels, both_ways, counted)
 
 
-def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[Tensor, Tensor]:
     out, lse = kernel.forward(*kernel.padded(*tensors), masks)
     return out[..., : tensors[2].shape[-1]], lse
 
 
-def _backward(
-    kernel: Kernel, tensors: Tensors, masks: Masks, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> Tensors:
+def _backward(kernel: Kernel, tensors: Tensors, masks: Masks, grad: Tensor, out: Tensor, lse: Tensor) -> Tensors:
     gradients = kernel.backward(*kernel.padded(grad, *tensors, out), lse, masks)
     dq, dk, dv = (gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, tensors, strict=True))
     return dq, dk, dv
@@ -170,14 +167,14 @@ def _backward(
 # Plain products; heads first: [B, H, L, D]
 
 
-def _math_scores(q: torch.Tensor, k: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+def _math_scores(q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in the dtype of the LSE."""
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * masks.scale
     return wide, scores.masked_fill(hidden(q, k, masks.window), float("-inf")) if masks.causal else scores
 
 
-def _math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
     _, scores = _math_scores(q, k, masks)
     lse = torch.logsumexp(scores, -1)
@@ -186,12 +183,12 @@ def _math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Mask
 
 
 def _math_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     masks: Masks,
 ) -> Tensors:
     wide, scores = _math_scores(q, k, masks)

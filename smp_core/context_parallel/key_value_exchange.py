@@ -24,13 +24,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from smp_core.comm import CommMeter, prefers_messages, sum_rows
+from smp_core.comm import CommMeter, sum_rows
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.plan import head_groups
-from smp_core.torch_facts import all_gather_single, reduce_scatter_single
+from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ContextGroup:
     def degree(self) -> int:
         return len(self.ranks)
 
-    def counting(self, kind: str, whole: torch.Tensor | None) -> AbstractContextManager[None]:
+    def counting(self, kind: str, whole: Tensor | None) -> AbstractContextManager[None]:
         """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts, None while waiting for
         one."""
         if self.meter is None:
@@ -108,8 +109,8 @@ def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:
 
 
 def gather_keys_values(
-    k_BLKD: torch.Tensor,
-    v_BLKE: torch.Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
     plan: SequencePlan,
     group: ContextGroup,
     heads: Sequence[tuple[int, int]],
@@ -131,9 +132,7 @@ def gather_keys_values(
         yield ready.pop()
 
 
-def _start_gather(
-    k_BLKD: torch.Tensor, v_BLKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
-) -> Callable[[], Pair]:
+def _start_gather(k_BLKD: Tensor, v_BLKE: Tensor, plan: SequencePlan, group: ContextGroup) -> Callable[[], Pair]:
     """Start the all-gather of keys [B, L, K, D] and values [B, L, K, E]; the returned function waits for them."""
     if group.process_group is None:
         return lambda: (k_BLKD, v_BLKE)
@@ -155,7 +154,7 @@ def _start_gather(
     return finish
 
 
-def reduce_gradients(gradients: list[torch.Tensor], plan: SequencePlan, group: ContextGroup) -> Callable[[], Pair]:
+def reduce_gradients(gradients: list[Tensor], plan: SequencePlan, group: ContextGroup) -> Callable[[], Pair]:
     """Start the reduce-scatter of the unsplit sequence's gradients; the returned function waits for those of this
     rank's tokens.
 
@@ -186,7 +185,7 @@ def reduce_gradients(gradients: list[torch.Tensor], plan: SequencePlan, group: C
     return finish
 
 
-def _reduce_scatter(received: torch.Tensor, sent_RN: torch.Tensor, group: ContextGroup) -> dist.Work | None:
+def _reduce_scatter(received: Tensor, sent_RN: Tensor, group: ContextGroup) -> dist.Work | None:
     """Sum rows of ``sent_RN`` over the ranks: row r into rank r's ``received`` [N]."""
     assert group.process_group is not None
     if not prefers_messages(group.process_group, sent_RN.device):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.documents import Key
@@ -74,25 +74,25 @@ class SplitBatch:
     plan: SequencePlan
     length: int
     rank: int
-    encoded: torch.Tensor = field(init=False)
-    position_ids: torch.Tensor | None = None
-    labels: torch.Tensor | None = None
-    shift_labels: torch.Tensor | None = None
-    tokens_per_rank: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
+    encoded: Tensor = field(init=False)
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+    tokens_per_rank: Tensor | None = None
+    weight: Tensor | None = None
     divided_by_model: bool = False
     weighted: bool = False
-    last_position: torch.Tensor | None = None
+    last_position: Tensor | None = None
     first_positions: tuple[tuple[int, ...], ...] = ()
     group: ContextGroup | None = None
     dims: Mapping[Key, int] = field(default_factory=dict)
     trial: TriesCalls | None = None
-    _chunked: dict[int, torch.Tensor] = field(default_factory=dict)
+    _chunked: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.encoded = self.plan.encode()
 
-    def encoded_in_chunks(self, size: int) -> torch.Tensor:
+    def encoded_in_chunks(self, size: int) -> Tensor:
         """Return the plan of attention within chunks of ``size`` positions, as the tensor that the kernels take."""
         if size not in self._chunked:
             self._chunked[size] = self.plan.in_chunks(size, self.first_positions).encode()
@@ -148,7 +148,7 @@ def try_call(
         split.trial.of_call(module, args, kwargs, split, forward, part)
 
 
-def positions(tokens: torch.Tensor) -> torch.Tensor:
+def positions(tokens: Tensor) -> Tensor:
     """Return the positions of this rank's tokens in their documents: the indices for a table of positions.
 
     Args:
@@ -169,7 +169,7 @@ def positions(tokens: torch.Tensor) -> torch.Tensor:
     return split.position_ids.to(tokens.device)
 
 
-def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
+def weighted_mean(loss: Tensor) -> Tensor:
     """Turn a mean over this rank's targets into its part of the mean over all ranks' targets.
 
     The average of the result over all ranks is the loss of the unsplit batch, however uneven the targets are: train
@@ -183,7 +183,7 @@ def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
     return _part(loss, split)
 
 
-def part_of_mean(loss: torch.Tensor) -> torch.Tensor:
+def part_of_mean(loss: Tensor) -> Tensor:
     """Apply :func:`weighted_mean` once for a training step, unless the model or its code has weighted the loss."""
     split = _STATE.split
     if split is None or split.weighted or split.divided_by_model:
@@ -191,7 +191,7 @@ def part_of_mean(loss: torch.Tensor) -> torch.Tensor:
     return _part(loss, split)
 
 
-def _part(loss: torch.Tensor, split: SplitBatch) -> torch.Tensor:
+def _part(loss: Tensor, split: SplitBatch) -> Tensor:
     """Multiply a mean over this rank's targets by this rank's weight."""
     if split.weight is None:
         return loss
@@ -250,7 +250,7 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
     return found
 
 
-def _multi_head(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no weights are asked for."""
     if kwargs.get("need_weights", True):
         raise ValueError(
@@ -261,15 +261,15 @@ def _multi_head(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values [B, H, L, D]."""
     split = _STATE.split
     assert split is not None
@@ -296,7 +296,7 @@ def refuse_dropout(probability: float) -> None:
         )
 
 
-def common_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def common_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to autocast's dtype where autocast is on, as torch's own attention does."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind) and all(tensor.dtype != torch.float64 for tensor in tensors):

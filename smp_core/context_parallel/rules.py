@@ -16,20 +16,18 @@ class ContextParallelism(Subject):
     name = "context parallelism"
     page = "context-parallelism.md"
     knobs = ("context_parallel_degree",)
+    optional = True
 
     def settle(self, draft: ModelDraft) -> None:
         """Resolve in how many groups of heads keys and values are sent between context ranks."""
-        knob, asked = "collectives.context_head_groups", draft.knobs.collectives.context_head_groups
-        if draft.layout.context == 1:
-            (draft.settle if asked in ("auto", 1) else draft.drop)(knob, 1, "context_parallel_degree=1")
-        elif asked == "auto":
+        if draft.knobs.collectives.context_head_groups == "auto":
             on_cpu = draft.cluster.device == "cpu"
             why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
-            draft.settle(knob, 1 if on_cpu else 2, why)
+            draft.settle("collectives.context_head_groups", 1 if on_cpu else 2, why)
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return a line about the ranks that share sequences."""
-        return [f"sequences over {plan.layout.context} ranks"] if plan.layout.context > 1 else []
+        return [f"sequences over {plan.layout.context} ranks"]
 
     def machine(self) -> Iterator[Finding]:
         """Look whether the device has FlashAttention's kernels."""

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Order = Literal["zigzag", "contiguous"]
 _ORDERS: tuple[Order, ...] = ("zigzag", "contiguous")
@@ -90,18 +91,18 @@ class SequencePlan:
         size = self.length // (2 * self.degree)
         return tuple((i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank))
 
-    def positions(self, rank: int) -> torch.Tensor:
+    def positions(self, rank: int) -> Tensor:
         """Return the indices into the sequence of the tokens that ``rank`` holds: [S/R], int64, on CPU."""
         return torch.cat([torch.arange(*chunk) for chunk in self.chunks(rank)])
 
-    def in_sequence_order(self, pieces: torch.Tensor) -> torch.Tensor:
+    def in_sequence_order(self, pieces: Tensor) -> Tensor:
         """Put the ranks' pieces, laid end to end along dim 0, into the sequence's order: [S, *]."""
         if self.order == "contiguous" or self.degree == 1:
             return pieces
         heads, tails = pieces.unflatten(0, (self.degree, 2, -1)).unbind(1)
         return torch.cat([heads, tails.flip(0)]).flatten(0, 1)
 
-    def by_rank(self, sequence: torch.Tensor) -> torch.Tensor:
+    def by_rank(self, sequence: Tensor) -> Tensor:
         """Reverse :meth:`in_sequence_order`: put [S, *] in the sequence's order into the ranks' pieces laid end to
         end.
         """
@@ -144,20 +145,20 @@ class SequencePlan:
         rows_alike = len(set(pieces)) == 1
         return replace(self, documents=tuple(pieces[:1] if rows_alike else pieces))
 
-    def encode(self) -> torch.Tensor:
+    def encode(self) -> Tensor:
         """Encode the plan as one int64 tensor on CPU; :func:`decode` reads it."""
         header = [self.group, self.degree, self.length, _ORDERS.index(self.order), len(self.documents)]
         counts = [len(starts) for starts in self.documents]
         return torch.tensor(header + counts + [start for starts in self.documents for start in starts])
 
 
-def decode(encoded: torch.Tensor) -> SequencePlan:
+def decode(encoded: Tensor) -> SequencePlan:
     """Return the plan in a tensor made by :meth:`SequencePlan.encode`.
 
     Raises:
         ValueError: it is no such tensor; one without values, for instance.
     """
-    if type(encoded) is not torch.Tensor or encoded.device.type != "cpu" or not encoded.is_contiguous():
+    if type(encoded) is not Tensor or encoded.device.type != "cpu" or not encoded.is_contiguous():
         raise ValueError(f"a plan of split sequences is a tensor on the CPU with values, not {type(encoded).__name__}")
     # Not by an operator: one may be run without values.
     return _decode(ctypes.string_at(encoded.data_ptr(), encoded.nbytes))
@@ -168,7 +169,7 @@ def padded_length(length: int, degree: int) -> int:
     return -(-length // (2 * degree)) * 2 * degree
 
 
-def document_starts(ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+def document_starts(ids: Tensor) -> tuple[tuple[int, ...], ...]:
     """Find the starts of runs of one number, for each row of [B, S]; one entry when all rows are alike."""
     changes = ids[:, 1:] != ids[:, :-1]
     rows = tuple((0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids)))

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from smp_core.context_parallel.fastest import Kernel, Masks, Segments, Tensors
@@ -31,12 +32,12 @@ aten = torch.ops.aten
 
 
 def forward_by_document(
-    one: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
+    one: Callable[..., tuple[Tensor, Tensor]],
+    q_BLHD: Tensor,
+    k_BMKD: Tensor,
+    v_BMKE: Tensor,
     masks: Masks,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one document, heads first."""
     outs, lses = [], []
     for q, k, v in _by_document(masks.segments, (q_BLHD,), (k_BMKD, v_BMKE)):
@@ -48,16 +49,16 @@ def forward_by_document(
 
 def backward_by_document(
     one: Callable[..., Tensors],
-    grad_BLHE: torch.Tensor,
-    q_BLHD: torch.Tensor,
-    k_BMKD: torch.Tensor,
-    v_BMKE: torch.Tensor,
-    out_BLHE: torch.Tensor,
-    lse_BHL: torch.Tensor,
+    grad_BLHE: Tensor,
+    q_BLHD: Tensor,
+    k_BMKD: Tensor,
+    v_BMKE: Tensor,
+    out_BLHE: Tensor,
+    lse_BHL: Tensor,
     masks: Masks,
 ) -> Tensors:
     """Compute the gradients of queries, keys and values with a function of one document, heads first."""
-    grads: tuple[list[torch.Tensor], ...] = ([], [], [])
+    grads: tuple[list[Tensor], ...] = ([], [], [])
     of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
     for grad, q, out, lse, k, v in _by_document(masks.segments, of_queries, (k_BMKD, v_BMKE)):
         grad, q, k, v, out, lse = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse))
@@ -67,8 +68,8 @@ def backward_by_document(
 
 
 def _by_document(
-    segments: Segments, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
+    segments: Segments, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
     q_sizes = [q for q, _ in segments]
     k_sizes = [k for _, k in segments]
@@ -77,7 +78,7 @@ def _by_document(
     yield from zip(*queries, *keys, strict=True)
 
 
-def hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+def hidden(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """Return [L, M], True where a causal query does not see the key."""
     queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None]
@@ -89,12 +90,12 @@ def hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor
 
 
 def _forward(
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(k, v, causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
@@ -104,9 +105,7 @@ def _forward(
     return _merged(block, square)
 
 
-def _merged(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the softmax over two sets of keys from (output, LSE) over each."""
     lse = torch.logaddexp(one[1], other[1])
     shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
@@ -114,9 +113,7 @@ def _merged(
     return out.to(one[0].dtype), lse
 
 
-def _backward(
-    gradients: Callable[..., Tensors], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> Tensors:
+def _backward(gradients: Callable[..., Tensors], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
     """Compute the gradients of queries, keys and values with ``gradients(k, v, causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
@@ -129,10 +126,10 @@ def _backward(
 # Torch's flash attention for CPU
 
 
-def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, D] and the LSE [B, H, L]."""
 
-    def attend(k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None = None) -> Any:
+    def attend(k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=mask, scale=masks.scale
         )
@@ -143,15 +140,15 @@ def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks
 
 
 def _cpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     masks: Masks,
 ) -> Tensors:
-    def gradients(k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None = None) -> Any:
+    def gradients(k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=masks.scale
         )
@@ -161,11 +158,11 @@ def _cpu_backward(
     return _backward(gradients, q, k, v, masks.causal)
 
 
-def _has_window(k: torch.Tensor, masks: Masks) -> bool:
+def _has_window(k: Tensor, masks: Masks) -> bool:
     return masks.causal and masks.window is not None and masks.window < k.shape[2]
 
 
-def _additive_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+def _additive_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """Return [L, M], minus infinity where a causal query does not see the key."""
     return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(hidden(q, k, window), float("-inf"))
 
@@ -178,12 +175,10 @@ CPU = Kernel(
 # cuDNN
 
 
-def _cudnn_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L], float32."""
 
-    def attend(k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    def attend(k: Tensor, v: Tensor, causal: bool) -> Any:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=masks.scale
         )
@@ -193,18 +188,18 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     masks: Masks,
 ) -> Tensors:
     no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     lse = lse.contiguous().unsqueeze(-1)
 
-    def gradients(k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    def gradients(k: Tensor, v: Tensor, causal: bool) -> Any:
         layout = (None, None, q.shape[2], k.shape[2])  # no lengths of documents
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse, *no_dropout, None, *layout, 0.0, causal, scale=masks.scale
@@ -213,7 +208,7 @@ def _cudnn_backward(
     return _backward(gradients, q, k, v, masks.causal)
 
 
-def _cudnn_takes(q_BLHD: torch.Tensor, k_BMKD: torch.Tensor, v_BMKE: torch.Tensor, masks: Masks) -> bool:
+def _cudnn_takes(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> bool:
     """Return whether a call is of one document without a window, and torch would take cuDNN for its heads."""
     if len(masks.segments) > 1 or (masks.window is not None and masks.window < k_BMKD.shape[1]):
         return False

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.replaced_attention import (
@@ -189,7 +189,7 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -
     """Drop the appended position from a rotary module's output: a tensor [..., L + 1, D] or several."""
     if active_split() is None:
         return None
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return output[..., :-1, :]
     return tuple(tensor[..., :-1, :] for tensor in output)
 
@@ -203,7 +203,7 @@ def _leave_temperature_to_attention(module: Any, args: tuple[Any, ...]) -> None:
     module.attn_temperature_tuning = module.config.attn_temperature_tuning and active_split() is None
 
 
-def _temperature(module: Any, split: SplitBatch, query: torch.Tensor) -> torch.Tensor:
+def _temperature(module: Any, split: SplitBatch, query: Tensor) -> Tensor:
     """Scale the queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left unscaled."""
     if not hasattr(module, "attn_temperature_tuning") or not module.config.attn_temperature_tuning or module.use_rope:
         return query
@@ -228,16 +228,16 @@ def _chunk_size(module: Any) -> int | None:
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend with Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
     split = active_split()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -267,13 +267,13 @@ def _attend(
 
 
 def _with_sinks_as_a_key(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     causal: bool,
-    sinks_H: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks_H: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values [B, K, M + 1, *] and an additive mask [B, H, L, M + 1].
 
     The sinks, which ``sdpa`` ignores, are the scores of one more key of zeros, whose value is zero.
@@ -291,7 +291,7 @@ def _with_sinks_as_a_key(
     return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Make no mask under a split batch, whose plan has the documents; otherwise make the one for "sdpa"."""
     if active_split() is not None:
         return None
@@ -307,7 +307,7 @@ def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     kwargs = dict(kwargs)
     tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
-    if tokens is None and args and isinstance(args[0], torch.Tensor):
+    if tokens is None and args and isinstance(args[0], Tensor):
         tokens = args[0]
     if kwargs.get("position_ids") is None and tokens is not None:
         kwargs["position_ids"] = positions(tokens)

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
@@ -198,7 +198,8 @@ class Trial:
         _, off = self._run(module, forward, sample.whole(), count, off_by=rounding)
         returned = [torch.finfo(tensor.dtype).eps for _, tensor in whole.outputs]
         rounding = max(rounding, *returned) if returned else rounding
-        if [name for name, _ in part.outputs] != [name for name, _ in whole.outputs]:
+        own_names = [name for name, _ in part.outputs]
+        if own_names != [name for name, _ in whole.outputs]:
             return "it returns other tensors"
         # Transformers' routers have losses that each rank counts for itself.
         counts_alone = any(getattr(getattr(each, "config", 0), "output_router_logits", False) for each in names)
@@ -231,7 +232,7 @@ class Trial:
             ) from error
 
     def _of_numbers(
-        self, mine: torch.Tensor, theirs: torch.Tensor, near: torch.Tensor, rounding: float, active: SplitBatch
+        self, mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, active: SplitBatch
     ) -> str | None:
         """Compare a loss of the whole sample with the mean of the ranks' losses, as a step takes it. Collective."""
         with enabled(active):
@@ -298,9 +299,7 @@ def _is_refusal(error: Exception) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("smp_core.")
 
 
-def _of_tokens(
-    mine: torch.Tensor, theirs: torch.Tensor, near: torch.Tensor, rounding: float, sample: Sample
-) -> str | None:
+def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, sample: Sample) -> str | None:
     """Compare this rank's output with its part of the whole sample's; ``near`` is the same with rounding errors."""
     shapes = list(zip(mine.shape, theirs.shape, strict=False))
     dims = [dim for dim, sizes in enumerate(shapes) if sizes[0] != sizes[1]]
@@ -319,8 +318,8 @@ def _of_tokens(
 
 
 def _own_parts(
-    mine: torch.Tensor, theirs: torch.Tensor, near: torch.Tensor, dims: list[int], sample: Sample
-) -> Iterator[tuple[torch.Tensor, ...]]:
+    mine: Tensor, theirs: Tensor, near: Tensor, dims: list[int], sample: Sample
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield the three as [tokens, rest], of this rank's tokens: in each order that tokens may have in the dim that
     differs."""
     if not dims:
@@ -336,7 +335,7 @@ def _own_parts(
             return
 
 
-def _errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _errors(found: Tensor, expected: Tensor) -> Tensor:
     """Return [tokens], the distances of [tokens, rest] in units of the typical size of a token's."""
     dtype = torch.float64 if expected.dtype == torch.float64 else torch.float32
     found, expected = found.to(dtype), expected.to(dtype)

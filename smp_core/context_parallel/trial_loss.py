@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.replaced_attention import SplitBatch
@@ -33,12 +34,10 @@ def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None],
             tensor.register_hook(_look_once(name, expected, refuse))
 
 
-def _look_once(
-    name: str, expected: torch.Tensor, refuse: Callable[[str | None], None]
-) -> Callable[[torch.Tensor], None]:
+def _look_once(name: str, expected: Tensor, refuse: Callable[[str | None], None]) -> Callable[[Tensor], None]:
     is_over = False
 
-    def look(gradient: torch.Tensor) -> None:
+    def look(gradient: Tensor) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
@@ -48,14 +47,14 @@ def _look_once(
     return look
 
 
-def _expected(split: SplitBatch) -> torch.Tensor:
+def _expected(split: SplitBatch) -> Tensor:
     """Return [L], whether a token has a target in any row; of a batch without targets, whether it is no padding."""
     if split.shift_labels is not None:
         return (split.shift_labels != IGNORED).any(0)
     return split.plan.positions(split.rank) < split.length
 
 
-def _wrong(gradient: torch.Tensor, expected: torch.Tensor) -> str | None:
+def _wrong(gradient: Tensor, expected: Tensor) -> str | None:
     taken = (gradient.flatten(2) != 0).any(2).any(0)
     if int(expected.sum()) < 3 or not bool(taken.any()):
         return None

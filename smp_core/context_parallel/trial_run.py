@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
@@ -39,7 +39,7 @@ _GENERATORS = (
         "cauchy_",
     ),
 )
-_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+_PLAIN = (type(None), bool, int, float, str, Tensor)
 # Transformers' word for its hooks that collect outputs, which stay behind a run as well: they would be added twice.
 _HOOKED = "_output_capturing_hooks_installed"
 
@@ -54,8 +54,8 @@ class Ran:
         rounding: the largest rounding error of a dtype that any of them returned.
     """
 
-    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    seen: list[tuple[nn.Module, torch.Tensor | None]] = field(default_factory=list)
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    seen: list[tuple[nn.Module, Tensor | None]] = field(default_factory=list)
     rounding: float = 0.0
 
 
@@ -78,7 +78,7 @@ def run(
 
     def note(inside: nn.Module, _: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if type(first) is not torch.Tensor or not first.is_floating_point():
+        if type(first) is not Tensor or not first.is_floating_point():
             return None
         ran.rounding = max(ran.rounding, torch.finfo(first.dtype).eps)
         if off_by is None:
@@ -123,7 +123,7 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_buffers(recurse=False)
 
 
@@ -144,14 +144,14 @@ class _WithoutRandomness(TorchFunctionMode):
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
-        if name in _GENERATORS and isinstance(result, torch.Tensor):
+        if name in _GENERATORS and isinstance(result, Tensor):
             result.fill_(0.5 if result.is_floating_point() else 0)
         return result
 
 
-def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the floating tensors in what a call returned."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         if output.is_floating_point():
             yield f"output {name}".strip() if name else "its output", output
         return
@@ -165,7 +165,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield from tensors_of(value, f"{name}.{key}" if name else str(key))
 
 
-def _by_token(tensor: torch.Tensor, tokens: int) -> torch.Tensor | None:
+def _by_token(tensor: Tensor, tokens: int) -> Tensor | None:
     """Return [tokens, 2], the mean and deviation over all other dims; None: no dim is the tokens."""
     shape = tensor.shape
     dim = next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == tokens), None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.context_parallel.chunked_loss import IGNORED
@@ -47,7 +48,7 @@ class Sample:
         }
         self._of_batch |= {id(split.batch[key]): dim % split.batch[key].dim() for key, dim in split.dims.items()}
         self._of_batch |= {id(tensor): 1 for tensor in (split.position_ids, split.labels, split.shift_labels)}
-        self._gathered: dict[int, list[torch.Tensor]] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
         self.has_tokens = any(self._dim(tensor) is not None for tensor in tensors)
 
     def part(self) -> Call:
@@ -71,9 +72,11 @@ class Sample:
                 of_data.append(pieces)
             elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
                 others.append((path[-1], pieces))
-        pairs = [(one, other) for one in range(self.degree) for other in range(one)]
-        if of_data:
-            pairs = [pair for pair in pairs if any(_differ(pieces, *pair) for pieces in of_data)]
+        pairs = []
+        for one in range(self.degree):
+            for other in range(one):
+                if not of_data or any(_differ(pieces, one, other) for pieces in of_data):
+                    pairs.append((one, other))
         for name, pieces in others:
             if any(not _differ(pieces, *pair) for pair in pairs):
                 return (
@@ -82,11 +85,11 @@ class Sample:
                 )
         return None
 
-    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def own(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor whose ``dim`` is all of them."""
         return whole.narrow(dim, self.rank * self.tokens, self.tokens)
 
-    def _dim(self, tensor: torch.Tensor) -> int | None:
+    def _dim(self, tensor: Tensor) -> int | None:
         """Return the dim of a tensor that is this rank's tokens."""
         if id(tensor) in self._of_batch:
             return self._of_batch[id(tensor)]
@@ -99,10 +102,10 @@ class Sample:
         batch, dims = self._split.batch, self._split.dims
         return {size for key, dim in dims.items() for place, size in enumerate(batch[key].shape[:2]) if place != dim}
 
-    def _own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _own(self, tensor: Tensor, dim: int) -> Tensor:
         return tensor.detach().narrow(dim, 0, self.tokens).clone(memory_format=torch.contiguous_format)
 
-    def _of_all(self, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    def _of_all(self, tensor: Tensor, dim: int) -> list[Tensor]:
         """Gather M tokens of every rank."""
         if id(tensor) not in self._gathered:
             own = self._own(tensor, dim).to(self._device)
@@ -112,10 +115,10 @@ class Sample:
             self._gathered[id(tensor)] = [piece.view(own.dtype) for piece in pieces]
         return self._gathered[id(tensor)]
 
-    def _call(self, take: Callable[[torch.Tensor, int], torch.Tensor], degree: int, rank: int, group: int) -> Call:
-        taken: dict[int, torch.Tensor] = {}
+    def _call(self, take: Callable[[Tensor, int], Tensor], degree: int, rank: int, group: int) -> Call:
+        taken: dict[int, Tensor] = {}
 
-        def sampled(tensor: torch.Tensor) -> torch.Tensor:
+        def sampled(tensor: Tensor) -> Tensor:
             if id(tensor) not in taken:
                 dim = self._dim(tensor)
                 taken[id(tensor)] = tensor if dim is None else take(tensor, dim)
@@ -128,9 +131,7 @@ class Sample:
             kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / degree
         return args, kwargs, self._active(sampled, degree, rank, group)
 
-    def _active(
-        self, sampled: Callable[[torch.Tensor], torch.Tensor], degree: int, rank: int, group: int
-    ) -> SplitBatch:
+    def _active(self, sampled: Callable[[Tensor], Tensor], degree: int, rank: int, group: int) -> SplitBatch:
         """Return the batch that is active: one document, of which each rank has M tokens in a row."""
         split = self._split
         plan = SequencePlan(degree, self.tokens * self.degree, order="contiguous", group=group)
@@ -146,12 +147,12 @@ class Sample:
         if split.shift_labels is not None:
             made.shift_labels = sampled(split.shift_labels)
             total = sum((piece != IGNORED).sum().double() for piece in self._of_all(split.shift_labels, 1))
-            assert isinstance(total, torch.Tensor)
+            assert isinstance(total, Tensor)
             made.tokens_per_rank = total / degree
             own = (made.shift_labels != IGNORED).sum().double()
             made.weight = torch.where(total > 0, own / made.tokens_per_rank, torch.ones_like(made.tokens_per_rank))
         return made
 
 
-def _differ(pieces: list[torch.Tensor], one: int, other: int) -> bool:
+def _differ(pieces: list[Tensor], one: int, other: int) -> bool:
     return not torch.equal(pieces[one], pieces[other])

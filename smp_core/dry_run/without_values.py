@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses: torch's documentation has it
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _sharding_prop
@@ -111,7 +112,7 @@ def told_by_stages(formats: list[Format]) -> Iterator[None]:
     """Let a pipeline stage be told that others begin the same batch, and the form of all activations between blocks."""
     encoded = Format.encoded
 
-    def noting(self: Format, device: torch.device) -> torch.Tensor:
+    def noting(self: Format, device: torch.device) -> Tensor:
         formats.append(self)
         return encoded(self, device)
 
@@ -131,12 +132,12 @@ def noted(allocated: dict[int, str]) -> Iterator[None]:
     """Note buffers that communication objects and the pool of host memory allocate."""
     allocate, take = CommObject.allocate, HostPool.take
 
-    def note(tensor: torch.Tensor, kind: str) -> None:
+    def note(tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         allocated[id(storage)] = kind
         weakref.finalize(storage, allocated.pop, id(storage), None)  # another storage may get its address
 
-    def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         kind = allocated[LATEST] = "gathered" if "Gather" in type(self).__name__ else "other"
         made = allocate(self, size, dtype=dtype, device=device)
         del allocated[LATEST]

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
+from torch.optim import Optimizer
 
 from smp_core.cluster import Layout, inner_degree
 from smp_core.config import SmpConfig
-from smp_core.engine.decide import decide
-from smp_core.engine.layout_rules import settle_layout
+from smp_core.engine.decide import decide, settle_layout
 from smp_core.plan import (
     GIB,
     OPTIMIZERS,
@@ -88,7 +87,7 @@ def decide_with_smallest_degree(
     cluster: Cluster,
     *,
     precision: Precision = TRAINERS_OWN,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizers: Sequence[Optimizer] = (),
 ) -> Plan:
     """Decide with the smallest shard degree at which model states fit.
 
@@ -108,7 +107,7 @@ def decide_with_smallest_degree(
     return replace(decide(shapes, settled, cluster, precision=precision), optimizer=states)
 
 
-def missed(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+def missed(plan: Plan, optimizers: Sequence[Optimizer]) -> str | None:
     """Return a sentence for people if these optimizers, made after the plan, would have led to another degree."""
     planned = plan.optimizer
     if planned is None or planned.origin != "assumed" or not optimizers:

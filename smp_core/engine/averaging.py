@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -130,7 +130,7 @@ class ShardedAverage(AveragedModel):
         weights = RankWeights(self.parallel)
         super().update_parameters(weights.finer() if self._in_one_dtype else weights)
 
-    def _parts(self) -> list[torch.Tensor]:
+    def _parts(self) -> list[Tensor]:
         return list(cast(RankWeights, self.module).parts)
 
     # Names: those of the module's state dict.
@@ -142,7 +142,7 @@ class ShardedAverage(AveragedModel):
         """
         parallel, averages = self.parallel, self._parts()
         number_of = {id(parameter): i for i, parameter in enumerate(parallel.module.parameters())}
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, Tensor] = {}
 
         # Averages of masters are gathered to the parameters' shards; the others are these shards.
         world = _world_of(parallel)
@@ -164,7 +164,7 @@ class ShardedAverage(AveragedModel):
         return state
 
     @torch.no_grad()
-    def take_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+    def take_weights(self, state: Mapping[str, Tensor]) -> None:
         """Set the averages from a state dict of :meth:`weights`."""
         parallel, averages = self.parallel, self._parts()
         places = _places(_world_of(parallel))
@@ -188,7 +188,7 @@ class ShardedAverage(AveragedModel):
         named = module.named_parameters(remove_duplicate=False)
         return [(clean_name(name), number_of[id(parameter)]) for name, parameter in named]
 
-    def _named_averaged_buffers(self) -> list[tuple[str, torch.Tensor]]:
+    def _named_averaged_buffers(self) -> list[tuple[str, Tensor]]:
         module, averages = self.parallel.module, list(self.module.buffers())
         number_of = {id(buffer): i for i, buffer in enumerate(module.buffers())}
         named = module.named_buffers(remove_duplicate=False)
@@ -206,14 +206,14 @@ class ShardedAverage(AveragedModel):
         template = self.weights()
         for name, value in template.items():
             saved = state_dict[f"module.{name}"]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 fill(value, saved)
         self.take_weights(template)
         self.n_averaged.copy_(state_dict["n_averaged"])
 
 
 @torch.no_grad()
-def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+def fill(target: Tensor, value: Tensor) -> None:
     """Copy an unsharded tensor, or a DTensor like ``target``, into ``target``."""
     if isinstance(value, DTensor):
         local_of(target).copy_(local_of(value))
@@ -238,7 +238,7 @@ def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
     average, current = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4), torch.arange(24.0).double().sin()
     count = torch.tensor(3)
 
-    def averaged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def averaged(old: Tensor, new: Tensor) -> Tensor:
         old = old.clone()
         if name == "avg_fn":
             return torch.as_tensor(function(old, new.clone(), count)).reshape(-1)

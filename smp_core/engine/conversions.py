@@ -6,7 +6,7 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-6.  balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
+6.  _balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
 7.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
 8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
@@ -29,12 +29,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -44,16 +44,17 @@ from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
 from smp_core.context_parallel import chunk_losses, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.expert_parallel import balance_routers, deal_experts
+from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
-from smp_core.pipeline import Beside, Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
-from smp_core.plan import Plan, Stages, units_with
+from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     compute_with_unsharded_tensors,
+    draw_whole_tensors,
+    explain_uncaught_errors,
     reduce_scalars,
     refuse_to_pickle_shards,
-    register_forward_methods,
 )
 from smp_core.sharding.fsdp import (
     Calls,
@@ -68,7 +69,6 @@ from smp_core.sharding.optimizer import WorldSharding, drop_with_zero_grad
 from smp_core.sharding.weights import (
     CastParameters,
     broadcast_from_rank_0,
-    draw_whole_tensors,
     load_own_parts,
     materialize,
     send_to_stages,
@@ -76,9 +76,19 @@ from smp_core.sharding.weights import (
 from smp_core.tensor_parallel import Inspected, SplitModel, TensorAxis, WholeGradients, apply_tensor_parallel, inspect
 from smp_core.topology import Topology
 from smp_core.torch_facts import is_absent, is_compiled
-from smp_core.watch import explain_uncaught_errors
 
 logger = logging.getLogger("smp")
+
+# What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted model is called, past the root, in
+# Transformers' the encoder.
+KNOWN_METHODS = (
+    "generate",
+    "generate_batch",
+    "get_text_features",
+    "get_image_features",
+    "get_audio_features",
+    "get_video_features",
+)
 
 
 def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
@@ -128,9 +138,11 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    routers = balance_routers(model, whole_plan, mesh.gradient_group, meter, mesh.device)
+    routers = _balance_routers(model, mesh, whole_plan, meter)
     recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
-    casts = CastParameters(model, plan.replicated_casts, recomputed)
+    shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
+    if plan.replicated_casts:
+        shown = CastParameters(model, plan.replicated_casts, recomputed).shown
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
@@ -156,10 +168,10 @@ def parallelize_model(
     replaced.settle(model)
 
     # Calls into it, and its gradients from here on.
-    calls = Calls(model, mesh.shard_ranks, units, casts.shown)
+    calls = Calls(model, mesh.shard_ranks, units, shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers.stages, units, played, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
@@ -214,7 +226,7 @@ def _join_stages(
     plan: Plan,
     meter: CommMeter,
     tensor: SplitModel | None,
-    beside: Beside | None,
+    routers: BalancedRouters | None,
     units: Sequence[ShardedUnit],
     played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
@@ -226,6 +238,7 @@ def _join_stages(
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    beside = None if routers is None else routers.stages
     done = (window, passed, replaced, try_call, beside)
     pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
     if not plan.stages.tied:
@@ -269,7 +282,7 @@ def _keep_alike(
         return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
-    def stepped() -> Sequence[torch.Tensor]:
+    def stepped() -> Sequence[Tensor]:
         masters = world()
         return whole if masters is None else masters.stepped(whole)
 
@@ -294,6 +307,15 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
         return None
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
+
+
+def _balance_routers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
+    """Balance the model's routers; None where it has none that anything was asked of."""
+    knobs = plan.knobs
+    is_asked = knobs.router_bias_update_rate is not None or knobs.asked("router_balance") == "global"
+    if not is_asked and not router_losses(model):
+        return None
+    return balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
 
 
 def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
@@ -368,10 +390,10 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
     if fp8 is None:
         return
 
-    def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
+    def maximum_by(metered: CommMeter) -> Callable[[Tensor], None]:
         reduce = FlatMaxReduce(metered)
 
-        def all_reduce_max(amax: torch.Tensor) -> None:
+        def all_reduce_max(amax: Tensor) -> None:
             if mesh.model_degree > 1:
                 reduce(amax, mesh.model_group)
 
@@ -386,7 +408,40 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
     fp8.all_reduce_max = maximum_by(meter)
 
 
-def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
+def register_forward_methods(
+    model: nn.Module, units: Collection[ShardedUnit], calls: Calls, methods: Collection[str]
+) -> None:
+    """Let methods gather parameters as forward does: ``"decode"`` of every root that has it, ``"encoder.encode"`` of
+    the named unit, and of roots those that are known.
+
+    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as its own sharding does; Dynamo
+    wants ``_fsdp_use_orig_params`` with it): ranks then generate as long as any of them needs to, and none leaves out a
+    layer by chance.
+
+    Raises:
+        ValueError: no unit has the method.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
+    for entry in methods:
+        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)]
+    for unit, method in found:
+        own = getattr(unit.module, method, None)
+        if callable(own):
+            setattr(unit.module, method, _as_forward(unit, calls, own))
+
+
+def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        return calls.run_as_forward(unit, method, *args, **kwargs)
+
+    return as_forward
+
+
+def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[Tensor]:
     """Yield the replicated parameters, and all buffers."""
     by_name = dict(model.named_parameters())
     for names in plan.replicated_parameters:

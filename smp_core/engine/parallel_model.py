@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint import named_optimizer_state
@@ -18,7 +19,7 @@ from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
-from smp_core.engine.subjects import lines_of_subjects
+from smp_core.engine.decide import lines_of_subjects
 from smp_core.expert_parallel import BalancedRouters
 from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages
@@ -109,7 +110,7 @@ class ParallelModel:
         self.traffic.weights_changed()
 
     @contextmanager
-    def unsharded(self, module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def unsharded(self, module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the model or a part of it be a plain module inside the block, for code that one rank runs alone. Only
         where weights are sharded and nothing more can it be called there; otherwise a call raises ``RuntimeError``.
 
@@ -146,7 +147,7 @@ class ParallelModel:
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Clip by the norm over all ranks (see :func:`smp_core.sharding.optimizer.grad_norm.clip_grad_norm_`); closes
         the window if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
         self.window.close()
@@ -159,7 +160,7 @@ class ParallelModel:
             **self.over_stages(),
         )
 
-    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None) -> torch.Tensor:
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
             self.stepped(parameters),
@@ -178,19 +179,19 @@ class ParallelModel:
         (:func:`smp_core.sharding.optimizer.grad_norm.grad_norm`)."""
         return {} if self.pipeline is None else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
 
-    def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    def stepped(self, parameters: Iterable[Tensor] | None = None) -> list[Tensor]:
         """Return what holds the gradients of these parameters (default all; also those of before sharding): with
         ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
         given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
         return list(given) if self.window.world is None else self.window.world.stepped(given)
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+    def steps(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer has any of this model's parameters, those of before sharding included."""
         own = set(map(id, self.module.parameters()))
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, for checkpoints: that of all pipeline stages. Collective over
         these (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
         named = named_optimizer_state(self.module, optimizer)
@@ -229,7 +230,7 @@ class ParallelModel:
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
 
-    def _finer_weights(self) -> dict[str, torch.Tensor]:
+    def _finer_weights(self) -> dict[str, Tensor]:
         parameters = self._parameters_by_name()
         if self.window.world is not None:
             finer = self.window.world.weights()
@@ -244,7 +245,7 @@ class ParallelModel:
         on_host = self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
         return on_host and not self.plan.dtypes.masters
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
+    def prepare_optimizer(self, optimizer: Optimizer, *others: ParallelModel) -> bool:
         """Make an optimizer over this model's parameters right for them
         (:mod:`smp_core.sharding.optimizer.prepared`). Collective over the world.
 
@@ -295,7 +296,7 @@ class ParallelModel:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
         saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
-        saved: list[torch.Tensor] = []
+        saved: list[Tensor] = []
         for module in self.module.modules():
             passing = module._non_persistent_buffers_set
             saved += [buffer for name, buffer in module.named_buffers(recurse=False) if name not in passing]

@@ -13,7 +13,7 @@ from smp_core.engine.compile_rules import COMPILATION
 from smp_core.expert_parallel import EXPERT_PARALLELISM, ROUTER_BALANCE
 from smp_core.fp8 import FP8
 from smp_core.pipeline import PIPELINE_PARALLELISM
-from smp_core.plan import Plan, Subject
+from smp_core.plan import Subject
 from smp_core.sharding import FROZEN_STORAGE, SHARDING
 from smp_core.tensor_parallel import TENSOR_PARALLELISM
 
@@ -30,19 +30,3 @@ SUBJECTS: tuple[Subject, ...] = (
     COMPILATION,
     FP8,
 )
-
-
-def lines_of_subjects(plan: Plan, parallel: object = None) -> list[str]:
-    """Return what all subjects say of a plan, in lines for people.
-
-    Args:
-        parallel: the :class:`~smp_core.engine.parallel_model.ParallelModel` with what conversions made; None: there is
-            none yet.
-    """
-    lines: list[str] = []
-    for subject in SUBJECTS:
-        if subject.is_off(plan.knobs):
-            continue
-        made = getattr(parallel, subject.part) if parallel is not None and subject.part else None
-        lines += subject.describe(plan, made)
-    return lines

@@ -27,6 +27,7 @@ class ExpertParallelism(Subject):
     name = "expert parallelism"
     page = "mixture-of-experts.md"
     knobs = (KNOB,)
+    optional = True
     apart = (
         Clash(
             "compilation",
@@ -51,8 +52,6 @@ class ExpertParallelism(Subject):
                 without experts, or with experts that ranks cannot divide; what it is not built together with.
         """
         asked = draft.knobs.expert_parallel_degree
-        if asked == 1:
-            return
         allowed = _allowed(draft)
         inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
         problem = _problem(draft)

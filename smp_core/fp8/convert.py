@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import Fp8Recipe
@@ -30,7 +30,7 @@ _NO_PRODUCT = (
 )
 
 
-def _alone(amax: torch.Tensor) -> None:
+def _alone(amax: Tensor) -> None:
     """Leave the tensor as it is: one process has nothing to agree on."""
 
 
@@ -51,7 +51,7 @@ class Fp8Model:
     state: Fp8State
     sites: tuple[tuple[nn.Module, str, Fp8Site], ...]
     left_out: Mapping[str, str]
-    all_reduce_max: Callable[[torch.Tensor], None] = field(default=_alone)
+    all_reduce_max: Callable[[Tensor], None] = field(default=_alone)
     device: torch.device | None = None
     group: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
@@ -70,7 +70,7 @@ class Fp8Model:
         return WeightGather(self.state, site.index) if site is not None and self.recipe.fp8_all_gather else None
 
     @torch.no_grad()
-    def weight_amax(self) -> torch.Tensor:
+    def weight_amax(self) -> Tensor:
         """Return ``[N]`` float32: the largest magnitude of each weight, of this rank's shards where it is sharded."""
         weights = []
         for module, name, _ in self.sites:
@@ -289,7 +289,7 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 _EXPERT_CALL = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
-def _are_halves(up: torch.Tensor, down: torch.Tensor) -> bool:
+def _are_halves(up: Tensor, down: Tensor) -> bool:
     """Return whether the projections are [E, 2I, K] and [E, K, I], so not transposed."""
     return up.ndim == down.ndim == 3 and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
 

@@ -18,43 +18,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_core.fp8.casting import cast_eager
 from smp_core.fp8.scaling import WEIGHT, Fp8State
 
 
-class GatheredWeight(torch.Tensor):
+class GatheredWeight(Tensor):
     """A tensor of value ``data8 * inverse_scale``, of ``data8``'s shape and the dtype given.
 
     Views of all of it have one scale: a new one, of the next gather, is that of all of them, as its bytes are.
     """
 
-    data8: torch.Tensor
-    _scale: list[torch.Tensor]
+    data8: Tensor
+    _scale: list[Tensor]
 
     # Operations arrive in __torch_dispatch__ below; results are plain tensors, not wrapped again.
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, data8: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype, requires_grad: bool = False
+        cls, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype, requires_grad: bool = False
     ) -> GatheredWeight:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device, requires_grad=requires_grad
         )
 
-    def __init__(
-        self, data8: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype, requires_grad: bool = False
-    ) -> None:
+    def __init__(self, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype, requires_grad: bool = False) -> None:
         self.data8, self._scale = data8, [inverse_scale]
 
     @property
-    def inverse_scale(self) -> torch.Tensor:
+    def inverse_scale(self) -> Tensor:
         return self._scale[0]
 
-    def scale_by(self, inverse_scale: torch.Tensor) -> None:
+    def scale_by(self, inverse_scale: Tensor) -> None:
         """Take another scale, for new bytes in the same storage."""
         self._scale[0] = inverse_scale
 
@@ -65,7 +63,7 @@ class GatheredWeight(torch.Tensor):
         return ["data8", "inverse_scale"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: Any, size: Any, stride: Any) -> GatheredWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> GatheredWeight:
         return GatheredWeight(inner["data8"], inner["inverse_scale"], dtype)
 
     @classmethod
@@ -95,7 +93,7 @@ _SAME_TENSOR = (
 )
 
 
-def dequantize(weight: GatheredWeight) -> torch.Tensor:
+def dequantize(weight: GatheredWeight) -> Tensor:
     """Return the values as a plain tensor."""
     return (weight.data8.float() * weight.inverse_scale).to(weight.dtype)
 
@@ -110,18 +108,18 @@ class WeightGather:
     def __init__(self, state: Fp8State, site: int) -> None:
         self._state, self._site = state, site
 
-    def pack(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """Return uint8 of the shard's shape, and the inverse scale (known to every rank)."""
         scale, inverse = self._state.scales(self._site, WEIGHT)
         return cast_eager(shard, scale, self._state.formats[WEIGHT]).view(torch.uint8), inverse
 
     def unpack(
         self,
-        payload: torch.Tensor,
-        inverse: torch.Tensor,
+        payload: Tensor,
+        inverse: Tensor,
         size: torch.Size,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
     ) -> GatheredWeight | None:
         """Return the unsharded weight of ``size`` from ``payload`` (rows padded), or renew ``out``.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from smp_core.fp8.casting import Quantized, quantize, transposed
@@ -37,7 +37,7 @@ class Fp8Site:
     index: int
     name: str
 
-    def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight's FP8 numbers, of its own shape, and their inverse scale."""
         if isinstance(weight, GatheredWeight):
             return weight.data8, weight.inverse_scale
@@ -53,14 +53,14 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        x_RK: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x_RK: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         site: Fp8Site,
         flipped: bool,
         dtype: torch.dtype,
         recording: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # The weight's gradient reads the input once more: on the device its transpose, and then only that is kept.
         wants_w = recording and ctx.needs_input_grad[1]
         columns = wants_w and needs_columns(x_RK.device)
@@ -82,7 +82,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g_RN: Tensor) -> Any:  # type: ignore[override]
         kept_x, inverse_x, weight, inverse_w = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
@@ -101,7 +101,7 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-def _oriented(w8: torch.Tensor, inverse: torch.Tensor, flipped: bool, backward: bool = False) -> Quantized:
+def _oriented(w8: Tensor, inverse: Tensor, flipped: bool, backward: bool = False) -> Quantized:
     """Return a weight as ``[N, K]``: stored in this form, or, ``flipped``, as its transpose, which backward reads."""
     if not flipped:
         return Quantized(w8, None, inverse)
@@ -110,9 +110,7 @@ def _oriented(w8: torch.Tensor, inverse: torch.Tensor, flipped: bool, backward: 
     return Quantized(None if backward else transposed(w8), w8, inverse)
 
 
-def fp8_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Fp8Site, *, flipped: bool = False
-) -> torch.Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, site: Fp8Site, *, flipped: bool = False) -> Tensor:
     """Compute ``x @ weight.T + bias`` in FP8.
 
     Args:
@@ -133,9 +131,7 @@ def fp8_linear(
 def unquantized() -> Iterator[None]:
     """Let FP8 linear layers compute in the dtype of their input inside, and record nothing."""
 
-    def product(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Fp8Site, *, flipped: bool = False
-    ) -> torch.Tensor:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, site: Fp8Site, *, flipped: bool = False) -> Tensor:
         return nn.functional.linear(x, weight.t() if flipped else weight, bias)
 
     global fp8_linear
@@ -151,7 +147,7 @@ class Float8Linear(nn.Linear):
 
     fp8_sites: dict[str, Fp8Site]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return fp8_linear(input, self.weight, self.bias, self.fp8_sites["weight"])
 
 
@@ -159,10 +155,10 @@ class _Conv1DForward:
     """The forward of Transformers' ``Conv1D``: a linear layer whose weight is stored as ``[K, N]``."""
 
     fp8_sites: dict[str, Fp8Site]
-    weight: torch.Tensor
-    bias: torch.Tensor
+    weight: Tensor
+    bias: Tensor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.weight, self.bias, self.fp8_sites["weight"], flipped=True)
 
 
@@ -174,13 +170,13 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        x_RK: torch.Tensor,
-        weight_ENK: torch.Tensor,
+        x_RK: Tensor,
+        weight_ENK: Tensor,
         counts: Sequence[int],
         site: Fp8Site,
         dtype: torch.dtype,
         recording: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = quantize(x_RK.detach(), site.state, site.index, INPUT, recording=recording)
         w8_ENK, inverse_w = site.quantize_weight(weight_ENK)
         assert x.rows is not None
@@ -198,7 +194,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g_RN: Tensor) -> Any:  # type: ignore[override]
         x8_RK, inverse_x, weight, inverse_w = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         w8_ENK, inverse_w = ctx.site.quantize_weight(weight) if inverse_w is None else (weight, inverse_w)
@@ -237,14 +233,12 @@ class _ExpertsForward:
     """
 
     fp8_sites: dict[str, Fp8Site]
-    gate_up_proj: torch.Tensor
-    down_proj: torch.Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
     act_fn: Any
     num_experts: int
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute ``[R, K]`` from ``hidden_states[R, K]``, the chosen experts and their weights ``[R, top_k]``."""
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -261,7 +255,7 @@ class _ExpertsForward:
         result = torch.zeros_like(hidden_states)
         return result.index_add(0, token, y.to(result.dtype))
 
-    def _grouped(self, x: torch.Tensor, weight: torch.Tensor, counts: list[int], name: str) -> torch.Tensor:
+    def _grouped(self, x: Tensor, weight: Tensor, counts: list[int], name: str) -> Tensor:
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

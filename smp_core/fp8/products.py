@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from smp_core.fp8.casting import Quantized, transposed
 from smp_core.torch_facts import device_multiplies_fp8
@@ -26,7 +27,7 @@ from smp_core.torch_facts import device_multiplies_fp8
 _ALIGNMENT = 16
 
 
-def forward_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+def forward_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """Compute ``[R, N]`` in ``dtype``, with the bias added."""
     assert x.rows is not None and w.rows is not None
     if not device_multiplies_fp8(x.rows.device):
@@ -40,7 +41,7 @@ def forward_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.
     return scaled_mm(x.rows, w.rows.t(), x, w, dtype, fast=True) + bias
 
 
-def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute ``[R, K]`` in ``dtype``."""
     assert g.rows is not None
     if not device_multiplies_fp8(g.rows.device):
@@ -54,7 +55,7 @@ def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tens
     return scaled_mm(g.rows, w8_KN.t(), g, w, dtype)
 
 
-def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute ``[N, K]`` in ``dtype``."""
     if g.columns is None or x.columns is None:
         assert g.rows is not None and x.rows is not None
@@ -69,15 +70,15 @@ def needs_columns(device: torch.device) -> bool:
 
 
 def scaled_mm(
-    a8: torch.Tensor,
-    b8: torch.Tensor,
+    a8: Tensor,
+    b8: Tensor,
     a: Quantized,
     b: Quantized,
     dtype: torch.dtype,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     fast: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``a8 @ b8`` by ``torch._scaled_mm``, after a check of Hopper's rules on every device.
 
     Raises:
@@ -101,7 +102,7 @@ def scaled_mm(
     return result.to(dtype)
 
 
-def _emulate(a8: torch.Tensor, b8: torch.Tensor, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def _emulate(a8: Tensor, b8: Tensor, a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute ``a8 @ b8`` on dequantised operands."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.autocast(a8.device.type, enabled=False):
@@ -109,7 +110,7 @@ def _emulate(a8: torch.Tensor, b8: torch.Tensor, a: Quantized, b: Quantized, dty
     return (product * (a.inverse_scale * b.inverse_scale).to(wide)).to(dtype)
 
 
-def _padded(x8_CR: torch.Tensor) -> torch.Tensor:
+def _padded(x8_CR: Tensor) -> Tensor:
     """Pad the summed dim with zeros to a multiple of 16."""
     missing = -x8_CR.shape[1] % _ALIGNMENT
     if missing == 0:

@@ -18,6 +18,7 @@ class Fp8(Subject):
     name = "fp8"
     page = "fp8.md"
     knobs = ("fp8",)
+    optional = True
     apart = FP8_APART  # refused where knobs are read
     part = "fp8"
 

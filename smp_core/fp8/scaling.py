@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.config import Fp8Recipe
 from smp_core.torch_facts import clean_name
@@ -46,7 +47,7 @@ def formats_of(recipe: Fp8Recipe) -> tuple[torch.dtype, torch.dtype, torch.dtype
     return E4M3, E4M3, (E5M2 if recipe.fp8_format == "hybrid" else E4M3)
 
 
-def scale_for(amax: torch.Tensor, largest: torch.Tensor | float, margin: int = 0) -> torch.Tensor:
+def scale_for(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
     """Return the largest power of two that keeps ``amax * scale * 2 ** margin`` within ``largest``; float32, same
     shape.
 
@@ -102,7 +103,7 @@ class Fp8State:
         self.number = _known(self)
         self.calibrated = [[False] * 3 for _ in self.names]
         self.generation = 0
-        self.counts: torch.Tensor | None = None
+        self.counts: Tensor | None = None
         """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -138,23 +139,23 @@ class Fp8State:
         for row in flags:
             self._delayed.append([known and (delays or role == WEIGHT) for role, known in enumerate(row)])
 
-    def scales(self, site: int, role: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, site: int, role: int) -> tuple[Tensor, Tensor]:
         """Return the scale and its inverse, 0-d float32."""
         return self.scale[site, role], self.inverse[site, role]
 
     @torch.no_grad()
-    def record(self, site: int, role: int, amax: torch.Tensor) -> None:
+    def record(self, site: int, role: int, amax: Tensor) -> None:
         """Record a 0-d amax of the present step; nan and inf are kept, and veto the step (see :meth:`nonfinite`)."""
         slot = self.current[site, role]
         torch.maximum(slot, amax.to(slot.dtype), out=slot)
 
     @torch.no_grad()
-    def nonfinite(self) -> torch.Tensor:
+    def nonfinite(self) -> Tensor:
         """Tell, as 0-d bool, whether an input or gradient of the present step held inf or nan on this rank."""
         return ~torch.isfinite(self.current).all()
 
     @torch.no_grad()
-    def set_weight_scales(self, amax: torch.Tensor) -> None:
+    def set_weight_scales(self, amax: Tensor) -> None:
         """Set the scales of the weights from their present amaxes ``[N]``, those of unsharded weights, equal on all
         ranks.
         """
@@ -166,7 +167,7 @@ class Fp8State:
         self.generation += 1
 
     @torch.no_grad()
-    def step(self, weight_amax: torch.Tensor, all_reduce_max: Callable[[torch.Tensor], None]) -> list[str]:
+    def step(self, weight_amax: Tensor, all_reduce_max: Callable[[Tensor], None]) -> list[str]:
         """Agree on the amaxes after an optimizer step, roll histories, make new scales. Collective.
 
         Args:
@@ -204,12 +205,12 @@ class Fp8State:
             found += [f"{name} ({role})" for role, is_bad in zip(ROLES, row, strict=True) if is_bad]
         return found
 
-    def _make_scales(self, basis: torch.Tensor) -> None:
+    def _make_scales(self, basis: Tensor) -> None:
         fresh = scale_for(basis, self._largest, self.recipe.margin)
         self._scale_by(torch.where(basis > 0, fresh, self.scale))
         self.generation += 1
 
-    def _scale_by(self, scale: torch.Tensor) -> None:
+    def _scale_by(self, scale: Tensor) -> None:
         """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes no scale at another address."""
         self.scale = scale
         self.inverse = scale.new_empty(*scale.shape, 16 // scale.element_size())[..., 0]

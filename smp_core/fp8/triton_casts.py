@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from smp_core.fp8.scaling import E5M2, LARGEST
 
@@ -94,7 +95,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     _store_transposed(columns_ptr, numbers, r, c, R, C)
 
 
-def transposed_fused(x8_RC: torch.Tensor) -> torch.Tensor:
+def transposed_fused(x8_RC: Tensor) -> Tensor:
     """Make a row-major copy ``[C, R]`` of FP8 numbers of any strides on the current CUDA device.
 
     Tiles pass through shared memory, so that both sides are touched 16 bytes at a time; torch's copy of a transposed
@@ -118,14 +119,14 @@ def transposed_fused(x8_RC: torch.Tensor) -> torch.Tensor:
 
 
 def cast_fused(
-    x_RC: torch.Tensor,
-    scale: torch.Tensor,
+    x_RC: Tensor,
+    scale: Tensor,
     dtype: torch.dtype,
     *,
     rows: bool,
     columns: bool,
-    amax: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    amax: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is), and the 0-d float32 amax of
     ``x_RC``.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import Axis
 from smp_core.comm import LINK_CLASSES, LinkClass
@@ -46,7 +47,7 @@ class _Counts:
     tokens: float = 0.0
     flops: float = 0.0
     batches: float = 0.0
-    loss: float | torch.Tensor = 0.0
+    loss: float | Tensor = 0.0
 
 
 class JobFigures:
@@ -153,7 +154,7 @@ class JobFigures:
             yield
         self._forward_flops += measured.flops.forward
 
-    def count(self, samples: int, tokens: int | None, loss: torch.Tensor | None = None) -> None:
+    def count(self, samples: int, tokens: int | None, loss: Tensor | None = None) -> None:
         """Count a batch of this rank.
 
         Args:
@@ -289,7 +290,9 @@ class JobFigures:
         told[2 * mesh.rank : 2 * mesh.rank + 2] = times.take()
         everyone = self._over_ranks(told, "sum")
         of_ranks = list(zip(everyone[::2], everyone[1::2], strict=True))
-        columns = [[of_ranks[rank] for rank in column] for column in mesh.layout.groups(Axis.PIPELINE)]
+        columns = []
+        for ranks in mesh.layout.groups(Axis.PIPELINE):
+            columns.append([of_ranks[rank] for rank in ranks])
         shares = idle_shares(columns)
         steps, self._steps_of_stages = max(self._steps_of_stages, 1), 0
         figures = {"bubble_share": sum(shares) / len(shares)}

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +50,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
@@ -127,7 +127,7 @@ class MemoryReport:
     def _addresses_of_parameters(self) -> set[int]:
         return {_local(p).untyped_storage().data_ptr() for p in self._own_parameters()}
 
-    def _own_parameters(self) -> list[torch.Tensor]:
+    def _own_parameters(self) -> list[Tensor]:
         """List the shards and the replicated parameters; ``module.parameters()`` has unsharded ones in between."""
         parallel = self._parallel
         if not parallel.units:
@@ -136,21 +136,21 @@ class MemoryReport:
         shards = [parameter for unit in parallel.units for parameter in unit.parameters()]
         return [*shards, *(named[name] for name in parallel.plan.replicated)]
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
         self._count(tensor, saved)
         return saved
 
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
+    def _unpack(self, saved: _Saved) -> Tensor:
         self._unpacked += 1
         if self._unpacked % _SAMPLE_EVERY == 0:
             self._sample()
         return saved.tensor
 
-    def _keep(self, tensor: torch.Tensor) -> None:
+    def _keep(self, tensor: Tensor) -> None:
         self._count(tensor, tensor.untyped_storage())
 
-    def _count(self, tensor: torch.Tensor, holder: object) -> None:
+    def _count(self, tensor: Tensor, holder: object) -> None:
         if tensor.device.type != self._device.type or isinstance(tensor, nn.Parameter):
             return
         storage = tensor.untyped_storage()
@@ -212,7 +212,7 @@ class MemoryReport:
     def _state_bytes(self) -> int:
         entries = (entry for optimizer in self._optimizers for entry in optimizer.state.values())
         values = (value for entry in entries for key, value in entry.items() if key != "step")
-        return sum(_bytes(value) for value in values if isinstance(value, torch.Tensor))
+        return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
     # For people
 
@@ -245,10 +245,10 @@ class MemoryReport:
         draw(dict(enumerate(self.steps)), path)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     local = _local(tensor)
     return local.numel() * local.element_size()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from smp_core.engine import ParallelModel
 from smp_core.observe.memory_log import KINDS, StepMemory, append_to_log, draw
@@ -39,7 +40,7 @@ class MemoryWatch:
     def __init__(
         self,
         parallel: ParallelModel,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         every_n_steps: int,
         log: Path,
         step: int = 0,
@@ -123,7 +124,7 @@ class WatchesMemory:
     def _start_watching(
         self,
         parallel: ParallelModel | None,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         log: Path,
         step: int,
         why_not: str,

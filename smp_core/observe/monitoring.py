@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -106,7 +106,7 @@ def count_model_flops(
             "with FlopMeasurement() as measured: model(batch)"
         )
 
-    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    def to_meta(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
     call = _Call(model, forward or _call_with_batch)
@@ -142,7 +142,7 @@ def _call_with_batch(model: nn.Module, batch: Any) -> object:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from smp_core.cluster import KINDS, PARTITION, Collectives, Links
 from smp_core.codecs import CodeName
@@ -41,7 +42,7 @@ class RunRecord:
     def __init__(
         self,
         parallel: ParallelModel | None,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         path: Path,
         step: int,
         micro_batches: int,
@@ -77,7 +78,7 @@ class RunRecord:
         run_log.close(self._log)
 
 
-def _as_far_as_known(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> dict[str, Any]:
+def _as_far_as_known(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
     """Return what :func:`_of_plan` does; no error of it ends a run, on one rank alone."""
     try:
         return _of_plan(plan, optimizers, micro_batches)
@@ -86,7 +87,7 @@ def _as_far_as_known(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], mi
         return {}
 
 
-def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> dict[str, Any]:
+def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
     """Return what was asked for, what was decided and what is expected of it."""
     knobs, topology, layout = plan.knobs, plan.cluster.topology, plan.layout
     rows = []

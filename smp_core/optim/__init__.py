@@ -16,6 +16,6 @@ if TYPE_CHECKING:
     from smp_core.optim.adamw8bit import AdamW8bit as AdamW8bit
     from smp_core.optim.hidden_matrices import muon_groups as muon_groups
     from smp_core.optim.muon import Muon as Muon
-    from smp_core.optim.owners import KIND as KIND
+    from smp_core.optim.owners import KIND as KIND, StepsTogether as StepsTogether
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -11,21 +11,22 @@ An update is computed twice, for its norm and to be applied, so that those of al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from smp_core.checkpoint import like_parameter, shard_like
-from smp_core.comm import CommMeter
+from smp_core.optim.owners import StepsTogether
 
 _FACTORS = ("row_var", "col_var")
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(StepsTogether):
     """torch.optim.Adafactor on parameters that are sharded by rows, as FSDP2 does, or not at all.
 
     A state has torch's names: ``step``; ``row_var`` [..., R, 1] and ``col_var`` [..., 1, C] of matrices and stacks of
@@ -40,6 +41,7 @@ class Adafactor(torch.optim.Optimizer):
 
     states_by_rows: ClassVar[frozenset[str]] = frozenset(_FACTORS)
     """States that checkpoints give back sharded, without being of the parameter's shape."""
+    exchanged = "sums"
 
     def __init__(
         self,
@@ -59,14 +61,13 @@ class Adafactor(torch.optim.Optimizer):
             raise ValueError(f"beta2_decay={beta2_decay}: allowed are 0 and below")
         if d < 1:
             raise ValueError(f"d={d}: allowed are 1 and above")
-        self.meter: CommMeter | None = None
-        """Counts what is sent; set when the optimizer is prepared for a model."""
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "maximize": maximize})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("meter", None)
+    @staticmethod
+    @override
+    def planned_states(group: Mapping[str, Any]) -> int:
+        return 0  # factors of rows and columns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, of torch.optim.Adafactor too. Factors keep their dtype, where torch's own method would make

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import like_parameter, map_tensors, shard_like
@@ -56,7 +56,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -205,9 +205,7 @@ def _rates(group: dict[str, Any], step: int) -> _Rates:
     )
 
 
-def _advance(
-    weights: torch.Tensor, gradients: torch.Tensor, first: torch.Tensor, second: torch.Tensor, rates: _Rates
-) -> None:
+def _advance(weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, rates: _Rates) -> None:
     """Step weights and both moments in place. All are of the same shape; each operation rounds once."""
     gradients = gradients.to(first.dtype)
     if rates.maximize:
@@ -273,8 +271,8 @@ def _complete(state: dict[str, Any], parameter: nn.Parameter, first_dim: int | N
 
 
 def _encoded(
-    moment: torch.Tensor | None, parameter: nn.Parameter, first_dim: int, codec: MomentCodec
-) -> tuple[torch.Tensor, torch.Tensor]:
+    moment: Tensor | None, parameter: nn.Parameter, first_dim: int, codec: MomentCodec
+) -> tuple[Tensor, Tensor]:
     """Return codes and scales, sharded like a parameter, of its moment; None: of zeros."""
     shape = parameter.shape
     blocks = n_blocks(math.prod(shape[first_dim:]))
@@ -289,7 +287,7 @@ def _encoded(
     return codes, scales
 
 
-def _decoded(codes: torch.Tensor, scales: torch.Tensor, codec: MomentCodec) -> torch.Tensor:
+def _decoded(codes: Tensor, scales: Tensor, codec: MomentCodec) -> Tensor:
     """Return a moment, sharded like its codes."""
     moment = torch.zeros_like(codes, dtype=torch.float32)
     of_rank, of_rows = _local(codes), _local(scales)
@@ -300,12 +298,12 @@ def _decoded(codes: torch.Tensor, scales: torch.Tensor, codec: MomentCodec) -> t
     return moment
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _number(value: float | torch.Tensor) -> float:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _on_device(entry: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -8,24 +8,28 @@ way (layers over tensor ranks) is gathered by every rank.
 
 The rest of a model (embeddings, head, vectors) is stepped by torch's AdamW in the same optimizer, by groups:
 :func:`smp_core.optim.muon_groups` makes them.
+
+An update (Keller Jordan, https://kellerjordan.github.io/posts/muon/) is the nearest matrix with orthonormal rows or
+columns, roughly: a Newton-Schulz iteration of fifth order. The coefficients are chosen for speed: singular values come
+out between about 0.7 and 1.2 and not at 1. The operations are torch.optim.Muon's, in its order, so that a matrix comes
+out bit for bit as there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from smp_core.checkpoint import shard_like
-from smp_core.comm import CommMeter
-from smp_core.optim.newton_schulz import flops, orthogonalize
-from smp_core.optim.owners import Matrix, Owners
+from smp_core.optim.owners import Matrix, Owners, StepsTogether
 
 Split = tuple[int, tuple[int, ...]]
 """Several matrices side by side in one parameter: (dim, their sizes along it)."""
@@ -34,7 +38,7 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 _ALGORITHMS = ("muon", "adamw")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(StepsTogether):
     """torch.optim.Muon's numbers on shards, and AdamW for what is no hidden matrix.
 
     Args:
@@ -51,7 +55,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -79,8 +83,6 @@ class Muon(torch.optim.Optimizer):
             "algorithm": "muon",
             "split": None,
         }
-        self.meter: CommMeter | None = None
-        """Counts what is sent; set when the optimizer is prepared for a model."""
         self._owners: dict[Any, Owners] = {}
         super().__init__(params, defaults)
 
@@ -100,6 +102,11 @@ class Muon(torch.optim.Optimizer):
         if algorithm == "muon":
             self._require_matrices(self.param_groups[-1])
 
+    @staticmethod
+    @override
+    def planned_states(group: Mapping[str, Any]) -> int:
+        return 2 if group["algorithm"] == "adamw" else 1
+
     def _require_matrices(self, group: dict[str, Any]) -> None:
         shapes = [list(parameter.shape) for parameter in group["params"] if parameter.ndim not in (2, 3)]
         if group["split"] is not None:
@@ -115,7 +122,6 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state, of torch.optim.Muon too, whose groups know nothing of what is added here."""
         super().__setstate__(state)
-        self.__dict__.setdefault("meter", None)
         self.__dict__.setdefault("_owners", {})
         for group in self.param_groups:
             for name in ("algorithm", "split", "ns_dtype"):
@@ -148,7 +154,7 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         updates = [self._with_momentum(parameter, group) for parameter in parameters]
 
-        def work(matrices: torch.Tensor) -> torch.Tensor:
+        def work(matrices: Tensor) -> Tensor:
             return orthogonalize(
                 matrices,
                 coefficients=group["ns_coefficients"],
@@ -173,7 +179,7 @@ class Muon(torch.optim.Optimizer):
                 weights = matrix.part_of(_local(of_mesh[matrix.parameter]), rank, degree)
                 _apply(weights, update, matrix.shape, group)
 
-    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+    def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Return what is to be orthogonalized, sharded like the parameter."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
@@ -181,7 +187,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update: torch.Tensor = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update: Tensor = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         return update
 
     def _owners_of(self, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> Owners:
@@ -204,8 +210,8 @@ class Muon(torch.optim.Optimizer):
     def _step_whole(
         self,
         parameter: nn.Parameter,
-        update: torch.Tensor,
-        work: Callable[[torch.Tensor], torch.Tensor],
+        update: Tensor,
+        work: Callable[[Tensor], Tensor],
         group: dict[str, Any],
     ) -> None:
         """Step a parameter whose matrices this rank holds whole, or gathers."""
@@ -226,7 +232,7 @@ class Muon(torch.optim.Optimizer):
         weights.sub_(_local(shard_like(update, whole)))
 
 
-def _apply(weights: torch.Tensor, update: torch.Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
+def _apply(weights: Tensor, update: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
     """Step this rank's rows of a matrix of this whole ``shape``."""
     weights.mul_(1 - _number(group["lr"]) * group["weight_decay"])
     weights.add_(update, alpha=-_rate(shape, group))
@@ -240,22 +246,22 @@ def _rate(shape: Sequence[int], group: dict[str, Any]) -> float:
     return _number(group["lr"]) * math.sqrt(max(1, rows / columns))
 
 
-def _number(value: float | torch.Tensor) -> float:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else value
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mesh_of_rows(parameter: torch.Tensor) -> DeviceMesh | None:
+def _mesh_of_rows(parameter: Tensor) -> DeviceMesh | None:
     """Return the mesh of a matrix that is sharded by rows and in no other way; None: another kind of tensor."""
     if not isinstance(parameter, DTensor) or parameter.ndim != 2 or parameter.device_mesh.size() == 1:
         return None
     return parameter.device_mesh if parameter.placements == (Shard(0),) else None
 
 
-def _holds_whole_matrices(parameter: torch.Tensor) -> bool:
+def _holds_whole_matrices(parameter: Tensor) -> bool:
     """Return whether each matrix of a parameter lies on one rank: it is not sharded, or by dims before the last two."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return True
@@ -274,7 +280,7 @@ def _matrices(shape: Sequence[int], split: Split | None) -> list[tuple[tuple[int
     return [(each, columns) if dim == 0 else (rows, each) for each in stretches]
 
 
-def _fits(parameter: torch.Tensor, split: Split) -> bool:
+def _fits(parameter: Tensor, split: Split) -> bool:
     dim, sizes = split
     return parameter.ndim == 2 and sum(sizes) == parameter.shape[dim]
 
@@ -284,3 +290,39 @@ def _adamw(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(()))])
     adamw.param_groups = list(groups)
     return adamw
+
+
+def orthogonalize(
+    matrices: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Return each matrix with its singular values brought near 1.
+
+    Args:
+        matrices: [..., rows, columns], of any floating dtype; a stack of matrices is computed as one product a step.
+        coefficients: a, b and c of ``aX + (bA + cA²)X`` with ``A = XXᵀ``.
+        eps: the least norm that a matrix is divided by at the start.
+        dtype: of the iteration and of what is returned; torch.optim.Muon's is bfloat16.
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(dtype, copy=True)
+    if is_tall:  # products of the shorter side with itself
+        x = x.mT
+    if x.ndim == 2:
+        x.div_(x.norm().clamp(min=eps))
+        product: Callable[..., Tensor] = torch.addmm
+    else:
+        x = x.reshape(-1, *x.shape[-2:])
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+        product = torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.mT if is_tall else x
+    return x.reshape(matrices.shape)
+
+
+def flops(rows: int, columns: int, steps: int) -> int:
+    """Return the operations of one matrix: three products a step, two of them of the shorter side with itself."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short * short * long + 2 * short**3)

@@ -9,17 +9,37 @@ where an all-gather for each of them would send P-1 times the bytes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.comm import CommMeter, LinkClass, Message
 from smp_core.comm.exchange import exchange
 
 KIND = "muon"
 """As what the meter counts these messages."""
+
+
+class StepsTogether(torch.optim.Optimizer):
+    """The base class of our optimizers whose steps are collective over the partition group. They step each tensor by
+    itself, and not in host memory, where ranks cannot exchange anything.
+
+    Attributes:
+        meter: counts what is sent; set when the optimizer is prepared for a model.
+        exchanged: what ranks send one another in a step, in words.
+    """
+
+    meter: CommMeter | None = None
+    exchanged: ClassVar[str] = "matrices"
+
+    @staticmethod
+    def planned_states(group: Mapping[str, Any]) -> int:
+        """Return the states of a parameter's shape that a group keeps for each parameter, for the memory plan."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class Matrix:
         begin, stop = max(self.rows[0], first), min(self.rows[1], end)
         return (begin - first, stop - first) if begin < stop else (0, 0)
 
-    def part_of(self, local: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
+    def part_of(self, local: Tensor, rank: int, degree: int) -> Tensor:
         """Return this matrix's part of the rows [n, columns] that a rank holds, as a view."""
         first, end = self.rows_of(rank, degree)
         return local[first:end, self.columns[0] : self.columns[1]]
@@ -90,8 +110,8 @@ class Owners:
             self._owned_by[owner].append(matrix)
 
     def work(
-        self, locals_: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-    ) -> list[tuple[Matrix, torch.Tensor]]:
+        self, locals_: Sequence[Tensor], work: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> list[tuple[Matrix, Tensor]]:
         """Return this rank's rows of ``work(matrix)`` for each matrix, empty ones included. Collective over the group.
 
         Args:
@@ -122,7 +142,7 @@ class Owners:
                 results.append((matrix, piece.view(-1, matrix.shape[1])))
         return results
 
-    def _parts(self, locals_: Sequence[torch.Tensor], matrices: Sequence[Matrix]) -> list[torch.Tensor]:
+    def _parts(self, locals_: Sequence[Tensor], matrices: Sequence[Matrix]) -> list[Tensor]:
         """Return this rank's rows of each matrix."""
         return [each.part_of(locals_[each.parameter], self._rank, self._degree) for each in matrices]
 
@@ -136,13 +156,13 @@ class Owners:
 
     def _exchange(
         self,
-        pieces: Sequence[Sequence[torch.Tensor]],
+        pieces: Sequence[Sequence[Tensor]],
         sizes: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Send each rank the pieces for it; return what came from each rank, flat, of ``sizes`` elements."""
-        sent: list[torch.Tensor | None] = []
+        sent: list[Tensor | None] = []
         for each in pieces:
             flat = [piece.reshape(-1).to(dtype) for piece in each]
             sent.append(torch.cat(flat) if flat else None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.cluster import Axis, SmpMesh
@@ -45,7 +46,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     _refuse_lists(batch, length)
     size = length // count
 
-    def part(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    def part(number: int, tensor: Tensor) -> Tensor:
         return tensor[number * size : (number + 1) * size] if tensor.ndim else tensor
 
     return [_split_maps(batch, functools.partial(part, number)) for number in range(count)]
@@ -56,7 +57,7 @@ def _refuse_lists(batch: Any, length: int) -> None:
         for value in batch.values():
             _refuse_lists(value, length)
     elif isinstance(batch, (list, tuple)):
-        if len(batch) == length and not any(isinstance(item, torch.Tensor) for item in batch) and length > 1:
+        if len(batch) == length and not any(isinstance(item, Tensor) for item in batch) and length > 1:
             raise ValueError(
                 f"a batch holds a list of {length} {type(batch[0]).__name__}, one for each sample, which cannot be cut "
                 "into micro-batches; make it a tensor"
@@ -111,7 +112,7 @@ class SameBatches:
             "the call out of `if rank == 0:` and its like, and give all ranks as many batches"
         )
 
-    def _require_values(self, tensors: list[torch.Tensor]) -> None:
+    def _require_values(self, tensors: list[Tensor]) -> None:
         read = xxhash.xxh3_64()
         for tensor in tensors:
             read.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
@@ -33,10 +34,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _MOST_DIMS = 8
 
 
-Activations = tuple[torch.Tensor, ...]
+Activations = tuple[Tensor, ...]
 """What a chunk hands on: the tensor that goes through the blocks, and what travels beside it."""
 
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 """Of activations, in their order; None for those that want none."""
 
 
@@ -49,10 +50,10 @@ class Format:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Format:
+    def of(cls, tensor: Tensor) -> Format:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def encoded(self, device: torch.device) -> torch.Tensor:
+    def encoded(self, device: torch.device) -> Tensor:
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
             raise ValueError(
                 f"pipeline stages cannot send activations {list(self.shape)} of {self.dtype}; allowed: at most "
@@ -63,7 +64,7 @@ class Format:
         return torch.tensor(numbers, device=device)
 
     @classmethod
-    def decoded(cls, tensor: torch.Tensor) -> Format | None:
+    def decoded(cls, tensor: Tensor) -> Format | None:
         """Return the format; None: there is no activation."""
         dims, dtype, requires_grad, *shape = tensor.tolist()
         if dims == _FAILED:
@@ -105,7 +106,7 @@ class Messages:
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
         self._incoming: dict[tuple[Hashable, int], list[Format]] = {}
         self._outgoing: dict[tuple[Hashable, int], list[Format]] = {}
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Any, Tensor]] = deque()
         self._key: Hashable = None
         self._call: Hashable = None
         self._agreed: set[tuple[Hashable, int]] = set()
@@ -184,10 +185,10 @@ class Messages:
         """
         self._header([Format.of(activation) for activation in given])
 
-    def _header(self, formats: list[Format]) -> torch.Tensor:
+    def _header(self, formats: list[Format]) -> Tensor:
         return torch.stack([format_.encoded(self._device) for format_ in formats])
 
-    def _no_header(self) -> torch.Tensor:
+    def _no_header(self) -> Tensor:
         return torch.zeros(self._parts, 3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
 
     def send_failure(self, stage: int) -> None:
@@ -245,7 +246,7 @@ class Messages:
         while self._sent:
             self._wait_for_oldest()
 
-    def _send(self, tensor: torch.Tensor, stage: int, group: dist.ProcessGroup) -> None:
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
         # What is sent is kept until it has left; of what waits longer than a round of all stages, the oldest first.
         while len(self._sent) > 2 * len(self._column):
             self._wait_for_oldest()
@@ -269,7 +270,7 @@ class Messages:
         return pending
 
 
-def _space_for_gradient(of: torch.Tensor) -> torch.Tensor | None:
+def _space_for_gradient(of: Tensor) -> Tensor | None:
     if not of.requires_grad:
         return None
     return torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False)

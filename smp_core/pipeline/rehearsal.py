@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.pipeline.messages import Format
@@ -128,7 +128,7 @@ def _given_by(
     module: nn.Module,
     stages: Stages,
     chunk: int,
-    taken: torch.Tensor | None,
+    taken: Tensor | None,
     example: Example,
     played: Mapping[str, Played],
 ) -> Any:
@@ -166,7 +166,7 @@ class _UsedElsewhere(Exception):
     """The parameter's name, where an operator takes one that is on another stage."""
 
 
-class _Elsewhere(torch.Tensor):
+class _Elsewhere(Tensor):
     """Stands for a parameter of another stage: its attributes are known, and no operator may take it."""
 
     called = "a parameter"
@@ -242,13 +242,13 @@ _DROPOUTS: set[Callable[..., Any]] = {
 def _first_difference(whole: Any, given: Any, path: str = "") -> str | None:
     """Return the place of the first tensor that is another; None: there is none. A tensor for which nothing stands is
     none: who uses it is told so."""
-    if isinstance(whole, torch.Tensor) and isinstance(given, torch.Tensor):
+    if isinstance(whole, Tensor) and isinstance(given, Tensor):
         try:
             torch.testing.assert_close(given, whole, equal_nan=True)
         except AssertionError:
             return path
         return None
-    if isinstance(whole, torch.Tensor):
+    if isinstance(whole, Tensor):
         return None if given is None else path
     parts, others = _parts(whole), _parts(given)
     if len(parts) > len(others) > 0:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.checkpoint import map_tensors
 
 
-def loss_of(result: Any, step: str) -> torch.Tensor:
+def loss_of(result: Any, step: str) -> Tensor:
     """Return the loss of what a step returned: itself, or under "loss".
 
     Args:
@@ -19,7 +20,7 @@ def loss_of(result: Any, step: str) -> torch.Tensor:
         ValueError: neither is a tensor of one element.
     """
     loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
             f"{step} returned {type(result).__name__}; with pipeline_parallel_degree it returns a loss, or a "
             "dict with one under 'loss', for each micro-batch"
@@ -33,9 +34,9 @@ def mean_of(results: list[Any], step: str) -> Any:
     Raises:
         ValueError: something beside the loss that is no number.
     """
-    results = [map_tensors(result, torch.Tensor.detach) for result in results]
+    results = [map_tensors(result, Tensor.detach) for result in results]
     first = results[0]
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         return torch.stack(results).mean(0)
     unlike = [key for key, value in first.items() if not is_number(value)]
     if unlike:
@@ -43,14 +44,17 @@ def mean_of(results: list[Any], step: str) -> Any:
             f"{step} returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
             "only numbers can be averaged over micro-batches"
         )
-    return {key: _mean([result[key] for result in results]) for key in first}
+    means = {}
+    for key in first:
+        means[key] = _mean([result[key] for result in results])
+    return means
 
 
-def _mean(values: list[Any]) -> torch.Tensor:
+def _mean(values: list[Any]) -> Tensor:
     tensors = [torch.as_tensor(value) for value in values]
     return torch.stack(tensors).double().mean(0).to(tensors[0].dtype)
 
 
 def is_number(value: Any) -> bool:
     """Return whether it is a number, or a tensor of one element."""
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)

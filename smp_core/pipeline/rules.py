@@ -43,6 +43,7 @@ class PipelineParallelism(Subject):
     name = "pipeline parallelism"
     page = "pipeline-parallelism.md"
     knobs = ("pipeline_parallel_degree", "pipeline")
+    optional = True
     apart = (
         FOREIGN_FP8,
         Clash(
@@ -119,8 +120,10 @@ def _settle_stages(draft: ModelDraft) -> Stages:
 def _dealt(chain: Chain, shapes: Shapes, count: int, sizes: tuple[int, ...]) -> Stages:
     names = tuple(parameter.name for parameter in shapes.parameters)
     stages = Stages(chain, sizes, (0,) * count, names, len(sizes) // count)
-    elements = tuple(sum(shapes.of_name(name).elements for name in stages.owned(stage)) for stage in range(count))
-    return replace(stages, elements=elements)
+    elements = []
+    for stage in range(count):
+        elements.append(sum(shapes.of_name(name).elements for name in stages.owned(stage)))
+    return replace(stages, elements=tuple(elements))
 
 
 def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from smp_core.pipeline.messages import Activations, Gradients, Messages, Pending
 from smp_core.pipeline.times import StageTimes
@@ -103,7 +104,7 @@ def backward(taken: Activations, given: Activations, gradients: Gradients | None
     return tuple(map(_gradient, taken))
 
 
-def _gradient(of: torch.Tensor) -> torch.Tensor | None:
+def _gradient(of: Tensor) -> Tensor | None:
     if not of.requires_grad:
         return None
     return torch.zeros_like(of) if of.grad is None else of.grad

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -42,13 +42,13 @@ class StageDone(BaseException):
         given: what is sent to the next stage.
     """
 
-    def __init__(self, given: torch.Tensor) -> None:
+    def __init__(self, given: Tensor) -> None:
         super().__init__("the rest of this step runs on the last pipeline stage")
         self.given = given
 
 
 class _Cut(BaseException):
-    def __init__(self, given: torch.Tensor) -> None:
+    def __init__(self, given: Tensor) -> None:
         self.given = given
 
 
@@ -99,7 +99,7 @@ class Stage:
         outside: Outside,
         entered: Callable[[], None],
         passed: Callable[[int], None],
-        replaced: Callable[[torch.Tensor], None],
+        replaced: Callable[[Tensor], None],
         try_call: TriesCall = lambda *_: None,
     ) -> None:
         """Hook into the model.
@@ -116,7 +116,7 @@ class Stage:
         self._outside, self._entered, self._passed = outside, entered, passed
         self._replaced, self._try_call = replaced, try_call
         self._n_passed = 0
-        self.incoming: torch.Tensor | None = None
+        self.incoming: Tensor | None = None
         self.is_running = False
         self.calls = 0
         self._is_before_own = True
@@ -222,7 +222,7 @@ class Stage:
             except _Cut as cut:
                 return cut.given
 
-        def receiving(incoming: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        def receiving(incoming: Tensor | None, *args: Any, **kwargs: Any) -> Any:
             received, self.incoming = self.incoming, incoming
             try:
                 return caught(*args, **kwargs)
@@ -243,7 +243,7 @@ class Stage:
     ) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
 
-        def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+        def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
             return torch.zeros((), dtype=dtype or self._dtype or weight.dtype, device=device).expand(shape)
 
         @functools.wraps(forward)
@@ -276,6 +276,6 @@ class Stage:
             return taken
         return of_kind(self._chain.kind, tuple(taken if number == gives[0] else None for number in range(gives[1])))
 
-    def _leave(self, root: nn.Module, _: Any, output: torch.Tensor) -> None:
+    def _leave(self, root: nn.Module, _: Any, output: Tensor) -> None:
         if self.is_running and not self.is_last:
             raise StageDone(output)

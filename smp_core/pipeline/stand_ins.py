@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.checkpoint import map_tensors
 from smp_core.plan.chain import Chain
@@ -31,7 +31,7 @@ def _on_meta(module: nn.Module) -> Played:
     copied = copy.deepcopy(module, memo)
     dtype = next(module.parameters()).dtype
 
-    def taken(tensor: torch.Tensor) -> torch.Tensor:
+    def taken(tensor: Tensor) -> Tensor:
         return tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.checkpoint import map_tensors
 from smp_core.cluster import Axis, SmpMesh
@@ -44,9 +44,9 @@ class Beside(Protocol):
         arrived: what the chunk before gave; None of the first one. Set before a chunk's forward.
     """
 
-    arrived: torch.Tensor | None
+    arrived: Tensor | None
 
-    def given(self) -> torch.Tensor:
+    def given(self) -> Tensor:
         """Return it with this chunk's part, behind its forward."""
         ...
 
@@ -82,7 +82,7 @@ class Pipeline:
         dtype: torch.dtype | None,
         window: Callable[[], HoldsGradients],
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
-        replaced: Callable[[torch.Tensor], None],
+        replaced: Callable[[Tensor], None],
         try_call: TriesCall,
         beside: Beside | None = None,
     ) -> None:
@@ -114,15 +114,17 @@ class Pipeline:
         self._training = with_messages(training, stages.n_chunks)[mesh.stage]
         self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
         own = stages.chunks(mesh.stage)
-        others = {chunk: [stages.used(other) for other in own if other != chunk] for chunk in own}
-        self._used_elsewhere = {chunk: frozenset().union(*used) - stages.used(chunk) for chunk, used in others.items()}
+        self._used_elsewhere: dict[int, frozenset[str]] = {}
+        for chunk in own:
+            used = [stages.used(other) for other in own if other != chunk]
+            self._used_elsewhere[chunk] = frozenset().union(*used) - stages.used(chunk)
         names = {name: parameter for name, parameter in model.named_parameters()}
         self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
 
     def train(
         self,
         calls: Sequence[Callable[[], Any]],
-        loss_of: Callable[[Any], torch.Tensor],
+        loss_of: Callable[[Any], Tensor],
         scale: float,
         batch: Any,
         within: Within = lambda _: nullcontext(),
@@ -157,7 +159,7 @@ class Pipeline:
                     "outputs that are not detached"
                 )
             # What is returned keeps no graph beyond its backward pass.
-            results[-1] = map_tensors(results[-1], torch.Tensor.detach)
+            results[-1] = map_tensors(results[-1], Tensor.detach)
             return (loss,)
 
         @contextlib.contextmanager
@@ -260,7 +262,7 @@ class Pipeline:
             carried[0].fail(self.stages.count - 1)
         return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
-    def counts(self, parameter: torch.Tensor) -> bool:
+    def counts(self, parameter: Tensor) -> bool:
         """Return whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
         stage before this one has it too."""
         return not is_absent(parameter) and model_parameter(parameter) not in self._counted_elsewhere
@@ -270,7 +272,7 @@ class Pipeline:
         if self._beside is not None:
             self._beside.arrived = None if taken is None else taken[1]
 
-    def _given(self, activation: torch.Tensor) -> Activations:
+    def _given(self, activation: Tensor) -> Activations:
         return (activation,) if self._beside is None else (activation, self._beside.given())
 
     def _call(

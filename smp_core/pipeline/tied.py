@@ -14,15 +14,15 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
 class Masters(Protocol):
     """The interface of what an optimizer steps in the place of parameters."""
 
-    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]: ...
-    def own_slice(self, parameter: torch.Tensor) -> slice: ...
+    def stepped(self, parameters: Iterable[Tensor]) -> list[Tensor]: ...
+    def own_slice(self, parameter: Tensor) -> slice: ...
 
 
 class TiedGradients:
@@ -62,7 +62,7 @@ class TiedGradients:
                 each.grad = earlier if each.grad is None else earlier + each.grad
 
     @torch.no_grad()
-    def _add_up(self, parameter: nn.Parameter, stepped: torch.Tensor, own: slice) -> None:
+    def _add_up(self, parameter: nn.Parameter, stepped: Tensor, own: slice) -> None:
         """Add up one parameter's gradient.
 
         Args:
@@ -88,10 +88,10 @@ class TiedGradients:
         local.copy_(sent[:-1][own].view_as(local))
 
 
-def is_received(stages: torch.Tensor) -> bool:
+def is_received(stages: Tensor) -> bool:
     """Return whether any stage has a gradient, by how many have."""
     return bool(stages > 0)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -94,8 +94,11 @@ def idle_shares(columns: Sequence[Sequence[tuple[float, float]]]) -> list[float]
             returned on each of its stages.
     """
     # A batch ends where the last of its stages ends.
-    lasted = sum(max(seconds for _, seconds in column) for column in columns)
-    computed = [sum(column[stage][0] for column in columns) for stage in range(len(columns[0]))]
+    lasted, computed = 0.0, [0.0] * len(columns[0])
+    for column in columns:
+        lasted += max(seconds for _, seconds in column)
+        for stage, (seconds, _) in enumerate(column):
+            computed[stage] += seconds
     return [1.0 - seconds / lasted if lasted else 0.0 for seconds in computed]
 
 

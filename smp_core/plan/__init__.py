@@ -15,19 +15,16 @@ if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
     from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
     from smp_core.plan.communicator_count import communicators as communicators
-    from smp_core.plan.draft import Draft as Draft, ModelDraft as ModelDraft
-    from smp_core.plan.dtypes import (
-        HALF as HALF,
-        Dtypes as Dtypes,
-        Precision as Precision,
-        dtype_of as dtype_of,
-        name_of as name_of,
-    )
     from smp_core.plan.examples import Example as Example, example_of as example_of
     from smp_core.plan.experts import (
+        LOSS as LOSS,
         ExpertShape as ExpertShape,
         ExpertSite as ExpertSite,
+        RouterLoss as RouterLoss,
         adapters_of as adapters_of,
+        loss_over_stages as loss_over_stages,
+        router_losses as router_losses,
+        without_router_loss as without_router_loss,
     )
     from smp_core.plan.kept_operators import is_kept as is_kept, keep_outputs_of as keep_outputs_of
     from smp_core.plan.memory import (
@@ -48,18 +45,16 @@ if TYPE_CHECKING:
     )
     from smp_core.plan.picture import svg_picture as svg_picture, text_picture as text_picture
     from smp_core.plan.plan import (
+        HALF as HALF,
         TRAINERS_OWN as TRAINERS_OWN,
         ActivationPlan as ActivationPlan,
+        Dtypes as Dtypes,
         GivenSharding as GivenSharding,
         Plan as Plan,
+        Precision as Precision,
+        dtype_of as dtype_of,
         keeps_parameters as keeps_parameters,
-    )
-    from smp_core.plan.routers import (
-        LOSS as LOSS,
-        RouterLoss as RouterLoss,
-        loss_over_stages as loss_over_stages,
-        router_losses as router_losses,
-        without_router_loss as without_router_loss,
+        name_of as name_of,
     )
     from smp_core.plan.routes import compression as compression, head_groups as head_groups
     from smp_core.plan.schedules import (
@@ -75,7 +70,9 @@ if TYPE_CHECKING:
     from smp_core.plan.subject import (
         FOREIGN_FP8 as FOREIGN_FP8,
         SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
+        Draft as Draft,
         Finding as Finding,
+        ModelDraft as ModelDraft,
         Subject as Subject,
         asked_for as asked_for,
         came_sharded as came_sharded,

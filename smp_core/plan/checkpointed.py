@@ -92,7 +92,8 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
                 f"activations.checkpoint[{pattern!r}]: {elsewhere[0]} and all else that it matches lie inside "
                 "modules that other patterns match; the first pattern that matches the outermost module decides"
             )
-        names = {name for name, _ in model.named_modules() if name} | {type(m).__name__ for m in model.modules()}
+        names = {type(module).__name__ for module in model.modules()}
+        names |= {name for name, _ in model.named_modules() if name}
         near = difflib.get_close_matches(pattern, sorted(names), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smp_core.cluster import Links, of_all_ranks
+from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
 from smp_core.topology import Topology
 from smp_core.torch_facts import FSDP_METHODS, fsdp_has
 
@@ -62,7 +62,7 @@ class Cluster:
                 device.type,
                 smallest,
                 available_host_bytes(),
-                Links.stored(topology),
+                Links.stored(topology) if LINKS_VARIABLE in os.environ else None,
                 frozenset(filter(fsdp_has, FSDP_METHODS.values())),
             )
 

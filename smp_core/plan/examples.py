@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 HOW = (
     "set example_input_array, on the LightningModule or on the model, to what its forward takes: a tensor, a tuple or "
@@ -53,7 +53,7 @@ def _arguments(example: Any, module: nn.Module) -> Example:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     # One that was made together with a model on the meta device.
     return torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
@@ -110,12 +110,12 @@ def _different(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield each
 
 
-def _tokens(module: Any) -> Iterator[torch.Tensor]:
+def _tokens(module: Any) -> Iterator[Tensor]:
     words = _number(module.config, "vocab_size", 8)
     yield torch.arange(_SAMPLES * _LENGTH).view(_SAMPLES, _LENGTH) % max(words, 1)
 
 
-def _pictures(module: Any) -> Iterator[torch.Tensor]:
+def _pictures(module: Any) -> Iterator[Tensor]:
     channels = _number(module.config, "num_channels", 3)
     size = _value(module.config, "image_size")
     frames = _value(module.config, "num_frames")
@@ -132,7 +132,7 @@ def _pair(size: Any) -> tuple[int, int]:
     return tuple(size)[-2:] if isinstance(size, (list, tuple)) else (size, size)
 
 
-def _sound(module: Any) -> Iterator[torch.Tensor]:
+def _sound(module: Any) -> Iterator[Tensor]:
     """Yield waves [samples, length] or spectra [samples, frames, bins]."""
     config = module.config
     frames, bins = _value(config, "max_length"), _value(config, "num_mel_bins")
@@ -145,7 +145,7 @@ def _sound(module: Any) -> Iterator[torch.Tensor]:
     yield _wave(module, _SAMPLES, _number(config, "audio_channels", 1), length)
 
 
-def _spectra(module: Any) -> Iterator[torch.Tensor]:
+def _spectra(module: Any) -> Iterator[Tensor]:
     """Yield spectra [samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
     config = module.config
     places, mels = _value(config, "max_source_positions"), _value(config, "num_mel_bins")
@@ -157,11 +157,11 @@ def _spectra(module: Any) -> Iterator[torch.Tensor]:
             yield _wave(module, _SAMPLES, 4 * _LENGTH, width)
 
 
-def _boxes(module: Any) -> Iterator[torch.Tensor]:
+def _boxes(module: Any) -> Iterator[Tensor]:
     yield torch.zeros(_SAMPLES, _LENGTH, 4, dtype=torch.long)
 
 
-_MAKERS: dict[str, Callable[[Any], Iterator[torch.Tensor]]] = {
+_MAKERS: dict[str, Callable[[Any], Iterator[Tensor]]] = {
     "input_ids": _tokens,
     "decoder_input_ids": _tokens,
     "pixel_values": _pictures,
@@ -172,7 +172,7 @@ _MAKERS: dict[str, Callable[[Any], Iterator[torch.Tensor]]] = {
 }
 
 
-def _wave(module: nn.Module, *shape: int) -> torch.Tensor:
+def _wave(module: nn.Module, *shape: int) -> Tensor:
     """Numbers that differ, alike on every rank, in the dtype of the model."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     return torch.arange(math.prod(shape), dtype=torch.float64).mul(0.7).sin().view(shape).to(dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
 from smp_core.codecs import BLOCK
 
@@ -78,7 +78,7 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     **dict.fromkeys(("Adam", "AdamW"), (2, _if_set("amsgrad"))),
     **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta"), (2, _if_set())),
     **dict.fromkeys(("Adagrad", "ASGD"), (1, _if_set())),
-    "Muon": (1, lambda group: group.get("algorithm") == "adamw"),  # ours has groups that AdamW steps
+    "Muon": (1, _if_set()),
     # factors of rows and columns; Transformers' keeps a first moment too, if asked to
     "Adafactor": (0, lambda group: group.get("beta1") is not None),
     "RMSprop": (1, _if_set("momentum", "centered")),
@@ -89,23 +89,29 @@ _OURS = {"AdamW8bit": OPTIMIZERS["adamw8bit"]}
 _OPTIONS = {"momentum": " with momentum", "amsgrad": " with amsgrad", "centered": ", centered"}
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
+def states_of(optimizer: Optimizer) -> OptimizerStates:
     """Return what this optimizer is going to keep. Its states are not looked at: before the first step there are
     none."""
     groups = optimizer.param_groups
+    of_group = getattr(optimizer, "planned_states", None)  # of smp_core.optim.StepsTogether, a floor above
+    if of_group is not None:
+        return OptimizerStates(type(optimizer).__name__, max(map(of_group, groups), default=0), origin="found")
     for kind in type(optimizer).__mro__:
         name = kind.__name__
         if name in _OURS:
             return replace(_OURS[name], name=name, origin="found")
         if name in _TORCHS:
             always, more = _TORCHS[name]
-            asked = [words for option, words in _OPTIONS.items() if any(group.get(option) for group in groups)]
+            asked = []
+            for option, words in _OPTIONS.items():
+                if any(group.get(option) for group in groups):
+                    asked.append(words)
             most = max((more(group) for group in groups), default=0)
             return OptimizerStates(name + "".join(asked if most else ()), always + most, origin="found")
     return OptimizerStates(type(optimizer).__name__, 2, origin="found", known=False)
 
 
-def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> OptimizerStates:
+def planned_states(asked: str, optimizers: Sequence[Optimizer] = ()) -> OptimizerStates:
     """Return what to plan with.
 
     Args:

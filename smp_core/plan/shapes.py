@@ -140,6 +140,8 @@ class Shapes:
             if name != first_names[parameter]
         }
         parameters = tuple(ParameterShape.of(name, parameter) for name, parameter in model.named_parameters())
+        buffers = tuple(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers())
+        buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
         return cls(
             type(model).__name__,
             parameters,
@@ -147,8 +149,8 @@ class Shapes:
             tuple(checkpointed),
             checkpoints_itself,
             on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
-            buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
-            buffers=tuple(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()),
+            buffer_bytes=buffer_bytes,
+            buffers=buffers,
             aliases=aliases,
             experts=experts_of(model),
         )
@@ -200,8 +202,12 @@ class Shapes:
     @cached_property
     def unit_elements(self) -> list[int]:
         """Elements of each unit that has parameters."""
-        sizes = [sum(self.of_name(name).elements for name in unit.parameters) for unit in self.units.units]
-        return [size for size in sizes if size]
+        sizes = []
+        for unit in self.units.units:
+            size = sum(self.of_name(name).elements for name in unit.parameters)
+            if size:
+                sizes.append(size)
+        return sizes
 
     @cached_property
     def alike(self) -> list[tuple[ParameterShape, bool, int]]:

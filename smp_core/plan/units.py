@@ -352,13 +352,13 @@ def _second_dtypes(
 ) -> set[nn.Parameter]:
     """Return what is left of two trainable dtypes in one module."""
     dtype_of = _main_dtypes(owner, replicated)
-    return {
-        parameter
-        for parameter, units in owner.items()
-        if parameter.requires_grad
-        and parameter not in replicated
-        and any(parameter.dtype != dtype_of[unit] for unit in units)
-    }
+    left = set()
+    for parameter, units in owner.items():
+        if not parameter.requires_grad or parameter in replicated:
+            continue
+        if any(parameter.dtype != dtype_of[unit] for unit in units):
+            left.add(parameter)
+    return left
 
 
 def _main_dtypes(

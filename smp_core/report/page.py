@@ -111,9 +111,10 @@ def page(runs: Sequence[Run]) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=_printable,
     )
+    shown = [(run.name, _began(run), [*verdict(run), *_left_out(run)]) for run in runs]
     return environment.get_template("page.html").render(
         title=" against ".join(run.name for run in runs),
-        runs=[(run.name, _began(run), [*verdict(run), *_left_out(run)]) for run in runs],
+        runs=shown,
         sections=sections,
         is_number=lambda cell: isinstance(cell, Cell),
     )
@@ -148,7 +149,9 @@ def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return what was asked, chosen and why; of two runs also where they differ."""
     found = []
     if len(runs) == 2:
-        sides = [{str(row.get("knob")): row for row in objects(run.asked.get("knobs"))} for run in runs]
+        sides = []
+        for run in runs:
+            sides.append({str(row.get("knob")): row for row in objects(run.asked.get("knobs"))})
         rows = []
         for knob in dict.fromkeys(name for side in sides for name in side):
             values = [str(side[knob].get("value")) if knob in side else "default" for side in sides]
@@ -222,7 +225,8 @@ def _figures(runs: Sequence[Run]) -> Table:
 def _table(key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]) -> Table:
     """Return the table of numbers over the steps of one run, or of two beside one another."""
     there = dict.fromkeys(name for by_name in series for name in by_name)
-    ordered = [name for name in FIGURES if name in there] + [name for name in there if name not in FIGURES]
+    ordered = [name for name in FIGURES if name in there]
+    ordered += [name for name in there if name not in FIGURES]
     if len(runs) == 1:
         heads = ["figure", "first", "median", "lowest", "highest", "last"]
         rows = [(FIGURES.get(name, name), _summary(name, series[0][name])) for name in ordered]
@@ -243,7 +247,9 @@ def _table(key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]
 
 def _compared(name: str, sides: Sequence[Points]) -> tuple[str, list[Any]]:
     """Return which number of each run is compared, in a word, and the numbers."""
-    values = [[value for _, value in side] for side in sides]
+    values = []
+    for side in sides:
+        values.append([value for _, value in side])
     if name.endswith("_rank"):
         return "most frequent", [f"{statistics.mode(each):.0f}" if each else None for each in values]
     if any(_grows_with_steps(name, side) for side in sides):
@@ -283,7 +289,9 @@ def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
         whole = [values[-1][1] for name, values in run.figures.items() if name == "seconds_step"]
         for parts in ranks.values() if whole else ():
             parts["waiting"] = max(whole[0] - sum(parts.values()), 0.0)
-        rows = [(rank, [Cell(parts[part]) for part in PARTS]) for rank, parts in ranks.items()]
+        rows = []
+        for rank, parts in ranks.items():
+            rows.append((rank, [Cell(parts[part]) for part in PARTS]))
         drawn = [Markup(charts.bars(ranks, "seconds of a step"))] if ranks else []
         note = "Of the last report, on average over its steps; waiting is the rest of the step."
         table = Table("ranks", ["rank", *PARTS], rows)
@@ -383,7 +391,9 @@ def _routers(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         last = {str(name): numbers(figures) for name, figures in _items(run.last("routers"))}
         uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[:_MOST_ROUTERS]
-        rows = [(name, [Cell(last[name].get(figure, 0.0)) for figure in ("busiest", "idle")]) for name in uneven]
+        rows = []
+        for name in uneven:
+            rows.append((name, [Cell(last[name].get(figure, 0.0)) for figure in ("busiest", "idle")]))
         table = Table("routers", ["router", "busiest expert over the mean", "share of experts without a token"], rows)
         drawn = []
         for name in ("expert_load", "idle_experts") if rows else ():

@@ -21,7 +21,9 @@ STALLS = {
 
 def verdict(run: Run) -> list[str]:
     """Return sentences about a run, the most general first."""
-    figures = {name: [value for _, value in points] for name, points in run.figures.items()}
+    figures = {}
+    for name, points in run.figures.items():
+        figures[name] = [value for _, value in points]
     found = [_end(run), *_loss(run, figures), *_step(figures), *_straggler(figures)]
     return [*found, *_links(run, figures), *_saves(run), *_memory(run)]
 
@@ -119,9 +121,13 @@ def _saves(run: Run) -> list[str]:
         return []
     total, seconds = sum(stalls), run.seconds
     share = f", {total / seconds:.1%} of the run" if seconds > 0 else ""
-    by_cause = {words: sum(number(line.get(name)) or 0.0 for line in run.checkpoints) for name, words in STALLS.items()}
-    causes = ", ".join(f"{spent:.3g} s {words}" for words, spent in by_cause.items() if spent)
-    return [f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}{causes and f': {causes}'}."]
+    causes = []
+    for name, words in STALLS.items():
+        spent = sum(number(line.get(name)) or 0.0 for line in run.checkpoints)
+        if spent:
+            causes.append(f"{spent:.3g} s {words}")
+    by_cause = f": {', '.join(causes)}" if causes else ""
+    return [f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}{by_cause}."]
 
 
 def _memory(run: Run) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,7 +22,7 @@ class _SumOverRanks(torch.autograd.Function):
     """y = sum over ranks of x; so dL/dx, with L the sum of all ranks' losses, is the sum of all ranks' dL/dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         x = x.clone()
         dist.all_reduce(x, group=group)
@@ -30,7 +30,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0].clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -41,11 +41,11 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     group: dist.ProcessGroup | None = None
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dims [N, C, *], got {input.dim()}")
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         whole_batch = self.training or self.running_mean is None
         if not whole_batch or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
@@ -64,7 +64,7 @@ class CpuSyncBatchNorm(_BatchNorm):
         return normal
 
     @torch.no_grad()
-    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1

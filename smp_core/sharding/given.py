@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -143,14 +142,14 @@ class NativeWindow:
             parameter.grad = None
         self.micro_batches = 0
 
-    def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    def drop(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         """Drop what is held, if these are all the trainable parameters; torch holds gradients of a unit together."""
         dropped = {id(parameter) for parameter in parameters}
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
             forget_partial_sums(self._model)
             self.micro_batches = 0
 
-    def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    def zero_grad(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         self.drop(parameters, set_to_none)
 
     def held_bytes(self) -> int:

@@ -140,7 +140,9 @@ class _Splitting:
         self.inspected = inspected
         self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
         found = stacks_of(model, splits)
-        self.stacks = [Stack(names, [Tokens() for _ in names], axis, sequence_parallel) for names in found]
+        self.stacks = []
+        for names in found:
+            self.stacks.append(Stack(names, [Tokens() for _ in names], axis, sequence_parallel))
         self._tokens: dict[str, Tokens] = {}
         for stack in self.stacks:
             self._tokens |= dict(zip(stack.names, stack.tokens, strict=True))

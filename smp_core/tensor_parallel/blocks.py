@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.checkpoint import iterate_tensors
 from smp_core.tensor_parallel.layers import (
@@ -56,7 +56,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_tensor(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors show the same numbers, unchanged (``_version``, the count of in-place changes, which
     nothing public tells): FSDP2 hands on an alias."""
     same_memory = one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
@@ -75,9 +75,9 @@ class _Given:
     """
 
     place: int
-    hidden: torch.Tensor
+    hidden: Tensor
     is_split: bool
-    of_next: torch.Tensor | None = None
+    of_next: Tensor | None = None
     is_used: bool = False
 
 
@@ -85,7 +85,7 @@ class _Given:
 _SAYS_NOTHING = (bool, torch.dtype, torch.device, torch.layout, torch.utils.hooks.RemovableHandle, type(None))
 
 
-class _Watched(torch.Tensor):
+class _Watched(Tensor):
     """The output of a block in the first step."""
 
     given: _Given
@@ -94,7 +94,7 @@ class _Watched(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.view_as and isinstance(args[0], _Watched):  # torch.autograd.Function's, FSDP2's units
+        if func is Tensor.view_as and isinstance(args[0], _Watched):  # torch.autograd.Function's, FSDP2's units
             made.__class__, made.given = cls, args[0].given
         elif not isinstance(made, _SAYS_NOTHING):
             for _, tensor in iterate_tensors([args, kwargs or {}]):
@@ -103,7 +103,7 @@ class _Watched(torch.Tensor):
         return made
 
 
-def _plain(hidden: torch.Tensor) -> torch.Tensor:
+def _plain(hidden: Tensor) -> Tensor:
     """Return what a block takes such that its uses are not noted."""
     if not isinstance(hidden, _Watched):
         return hidden
@@ -136,7 +136,7 @@ class Stack:
     _direct: set[int] = field(default_factory=set)
     _indirect: set[int] = field(default_factory=set)
     _returned: list[_Given] = field(default_factory=list)
-    _own: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+    _own: list[tuple[Tensor, int | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.links = [False] * (len(self.names) - 1)
@@ -151,7 +151,7 @@ class Stack:
         for tokens in self.tokens if without_trial else ():
             tokens.split = True
 
-    def enter(self, place: int, hidden: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def enter(self, place: int, hidden: Tensor) -> tuple[Tensor, bool]:
         """Return what a block takes, and whether its tokens came split.
 
         Raises:
@@ -168,7 +168,7 @@ class Stack:
         with torch._C.DisableTorchFunctionSubclass():
             return self._follow(last, hidden)
 
-    def _follow(self, last: _Given, hidden: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def _follow(self, last: _Given, hidden: Tensor) -> tuple[Tensor, bool]:
         if not _same_tensor(last.hidden, hidden):
             self._require_whole(last)
             self._indirect.add(last.place)
@@ -176,13 +176,13 @@ class Stack:
         if self._is_learning and hidden.requires_grad:
             hidden = hidden.view_as(hidden)  # what comes from the next block alone
 
-            def note(gradient: torch.Tensor) -> None:
+            def note(gradient: Tensor) -> None:
                 last.of_next = gradient
 
             hidden.register_hook(note)
         return hidden, last.is_split
 
-    def leave(self, place: int, hidden: torch.Tensor, is_split: bool) -> None:
+    def leave(self, place: int, hidden: Tensor, is_split: bool) -> None:
         """Note what a block returns."""
         if self.is_known or _in_backward() or place == len(self.links):
             return
@@ -190,7 +190,7 @@ class Stack:
         if self._is_learning and hidden.requires_grad:
             self._returned.append(last)
 
-            def compare(gradient: torch.Tensor) -> None:
+            def compare(gradient: Tensor) -> None:
                 of_next, last.of_next = last.of_next, None
                 alone = of_next is not None and torch.equal(of_next, gradient)
                 (self._direct if alone else self._indirect).add(place)
@@ -222,15 +222,15 @@ class Stack:
                 "the first step, and this is a part of the tokens; write tensor_parallel={'sequence_parallel': false}"
             )
 
-    def is_own(self, tensor: torch.Tensor) -> bool:
+    def is_own(self, tensor: Tensor) -> bool:
         """Return whether an earlier block of this forward returned this tensor as something of this rank's heads."""
         return any(_same_tensor(each, tensor) for each, _ in self._own)
 
-    def own_dim(self, tensor: torch.Tensor) -> int | None:
+    def own_dim(self, tensor: Tensor) -> int | None:
         """Return the dimension of this rank's heads in such a tensor; None: it is no such tensor, or not known."""
         return next((dim for each, dim in self._own if _same_tensor(each, tensor)), None)
 
-    def add_own(self, tensors: Iterable[tuple[torch.Tensor, int | None]]) -> None:
+    def add_own(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
         self._own += [(tensor.detach(), dim) for tensor, dim in tensors]
 
 
@@ -290,14 +290,14 @@ class BlockForward:
             output = with_other_outputs(output, lambda other: other if id(other) in ids else gradient_once(other, axis))
         return self._leave(output, split)
 
-    def _enter(self, hidden: torch.Tensor, split: bool) -> torch.Tensor:
+    def _enter(self, hidden: Tensor, split: bool) -> Tensor:
         axis = self.stack.axis
         hidden, came_split = self.stack.enter(self.place, hidden)
         if came_split and not split:
             return join_tokens(hidden, axis)
         return self._split(hidden) if split and not came_split else hidden
 
-    def _split(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _split(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             require_equal_parts(hidden.shape[-2], self.stack.axis.degree)
         self.stack.axis.begin(hidden)
@@ -311,7 +311,7 @@ class BlockForward:
         elif gives_split and not split:
             output = with_output(output, self._split)
         if split or gives_split:
-            stack.leave(self.place, output if isinstance(output, torch.Tensor) else output[0], gives_split)
+            stack.leave(self.place, output if isinstance(output, Tensor) else output[0], gives_split)
         return output
 
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ class BlockForward:
             trial = UnsplitTrial(stack.names[self.place], self.block, self.plain, stack.axis, self.unsplit)
             self.own |= trial.run(args, kwargs, stack.own_dim)
 
-    def _like_whole(self, part: torch.Tensor) -> torch.Tensor:
+    def _like_whole(self, part: Tensor) -> Tensor:
         return part.new_zeros((*part.shape[:-2], part.shape[-2] * self.stack.axis.degree, part.shape[-1]))
 
     def _go_on_with_whole_tokens(self, name: str, why: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from smp_core.tensor_parallel.operators import TensorAxis
@@ -32,9 +32,7 @@ PIECES = 4
 """Parts of a rank's tokens with "pieces": all messages but a quarter can be hidden."""
 
 
-def gather_products(
-    part: torch.Tensor, factors: Sequence[torch.Tensor], axis: TensorAxis
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def gather_products(part: Tensor, factors: Sequence[Tensor], axis: TensorAxis) -> tuple[Tensor, list[Tensor]]:
     """Gather tokens and multiply them by each factor; without autograd, everything returned is contiguous."""
     if axis.overlap == "fused":
         n_bytes = axis.degree * part.numel() * part.element_size()
@@ -45,8 +43,8 @@ def gather_products(
         # With several samples, tokens are the first dimension in the operator's memory.
         return gathered.contiguous(), [product.contiguous() for product in products]
     arriving = [axis.start_gather(piece) for piece in part.chunk(PIECES, -2)]
-    pieces: list[torch.Tensor] = []
-    products_of: list[list[torch.Tensor]] = [[] for _ in factors]
+    pieces: list[Tensor] = []
+    products_of: list[list[Tensor]] = [[] for _ in factors]
     for finish in arriving:
         pieces.append(finish())
         for found, factor in zip(products_of, factors, strict=True):
@@ -54,17 +52,17 @@ def gather_products(
     return _in_order(pieces), [_in_order(found) for found in products_of]
 
 
-def _in_order(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _in_order(pieces: Sequence[Tensor]) -> Tensor:
     """Return [..., N, F] from pieces [T, ..., n, F] of each rank's tokens."""
     return torch.cat([piece[rank] for rank in range(len(pieces[0])) for piece in pieces], -2)
 
 
-def product_scatter(tensor: torch.Tensor, factor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def product_scatter(tensor: Tensor, factor: Tensor, axis: TensorAxis) -> Tensor:
     """Multiply, add up over the ranks and return this rank's tokens; without autograd."""
     if axis.overlap == "fused":
         n_bytes = tensor[..., 0].numel() * factor.shape[1] * tensor.element_size()
         with axis.meter.ring("tensor_reduce_scatter", axis.ranks, n_bytes):
-            total: torch.Tensor = symmetric_memory_operators().fused_matmul_reduce_scatter(
+            total: Tensor = symmetric_memory_operators().fused_matmul_reduce_scatter(
                 tensor.contiguous(), factor, "sum", tensor.ndim - 2, axis.group.group_name
             )
         return total.contiguous()
@@ -73,7 +71,7 @@ def product_scatter(tensor: torch.Tensor, factor: torch.Tensor, axis: TensorAxis
     return torch.cat([finish() for finish in leaving], -2).squeeze(-3)
 
 
-def factor_of(layer: nn.Module, weight: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+def factor_of(layer: nn.Module, weight: Tensor, entered: Tensor) -> Tensor:
     """Return what a layer multiplies its input by, [inputs, outputs]: a view of its weight.
 
     Raises:
@@ -90,7 +88,7 @@ def factor_of(layer: nn.Module, weight: torch.Tensor, entered: torch.Tensor) -> 
     return weight if is_conv1d(layer) else weight.t()
 
 
-def _factor_gradient(factor: torch.Tensor, entered: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _factor_gradient(factor: Tensor, entered: Tensor, grad: Tensor) -> Tensor:
     """Return a factor's gradient, such that the weight's is contiguous."""
     rows, grads = entered.flatten(0, -2), grad.flatten(0, -2)
     return rows.t() @ grads if factor.is_contiguous() else (grads.t() @ rows).t()
@@ -98,7 +96,7 @@ def _factor_gradient(factor: torch.Tensor, entered: torch.Tensor, grad: torch.Te
 
 class _ColumnProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis, *factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, part: Tensor, axis: TensorAxis, *factors: Tensor) -> tuple[Tensor, ...]:
         gathered, products = gather_products(part, factors, axis)
         ctx.axis = axis
         ctx.save_for_backward(gathered, *factors)
@@ -107,7 +105,7 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gathered, *factors = ctx.saved_tensors
         # What others than these layers did with the gathered tokens has its part in their gradient too.
         total = grads[0]
@@ -122,9 +120,7 @@ class _ColumnProducts(torch.autograd.Function):
         return None if finish is None else finish(), None, *of_factors
 
 
-def column_products(
-    part: torch.Tensor, axis: TensorAxis, factors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def column_products(part: Tensor, axis: TensorAxis, factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Gather what column layers read, [..., N/T, H], and return it and its products with their factors [H, F_i]."""
     gathered, *products = _ColumnProducts.apply(part, axis, *factors)
     return gathered, products
@@ -135,36 +131,34 @@ class _Operands(torch.autograd.Function):
     tensor that is kept was seen again, and makes no product whose output nobody wants."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, factor: torch.Tensor, kept: list[Any]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, factor: Tensor, kept: list[Any]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, factor)
         kept.append(ctx)
         return hidden.view_as(hidden), factor.view_as(factor)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return *grads, None
 
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, factor: torch.Tensor, axis: TensorAxis, kept: list[Any]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, factor: Tensor, axis: TensorAxis, kept: list[Any]) -> Tensor:
         ctx.axis, ctx.kept = axis, kept
         return product_scatter(hidden, factor, axis)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, factor = ctx.kept[0].saved_tensors
         gathered, (of_hidden,) = gather_products(grads[0], [factor.t()], ctx.axis)
         needed = ctx.needs_input_grad[1]
         return of_hidden, _factor_gradient(factor, hidden, gathered) if needed else None, None, None
 
 
-def row_product(hidden: torch.Tensor, factor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def row_product(hidden: Tensor, factor: Tensor, axis: TensorAxis) -> Tensor:
     """Return this rank's tokens [..., N/T, H] of the sum of all ranks' products of [..., N, F] and [F, H]."""
     kept: list[Any] = []
-    result: torch.Tensor = _RowProduct.apply(*_Operands.apply(hidden, factor, kept), axis, kept)
+    result: Tensor = _RowProduct.apply(*_Operands.apply(hidden, factor, kept), axis, kept)
     return result

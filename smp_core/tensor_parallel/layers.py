@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import map_tensors
@@ -46,13 +46,13 @@ Forward = Callable[..., Any]
 around_compiled = functools.partial(torch.compiler.disable, recursive=False)
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
+def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, or all of it where it is not split."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextlib.contextmanager
-def showing(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], **attributes: Any) -> Iterator[None]:
+def showing(module: nn.Module, tensors: Mapping[str, Tensor | None], **attributes: Any) -> Iterator[None]:
     """Let a module have these tensors for parameters, and these attributes, inside the block."""
     parameters: dict[str, Any] = module._parameters
     before = {name: parameters[name] for name in tensors}
@@ -86,7 +86,7 @@ class Tokens:
     def note(self, module: nn.Module, args: Iterable[Any]) -> None:
         """Note a call of a layer, if a trial looks."""
         if self.calls is not None:
-            self.calls.append((module, [value.shape for value in args if isinstance(value, torch.Tensor)]))
+            self.calls.append((module, [value.shape for value in args if isinstance(value, Tensor)]))
 
 
 WHOLE_TOKENS = Tokens()
@@ -137,7 +137,7 @@ class ColumnForward:
     is_alone: bool
 
     @torch.compiler.disable
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         self.tokens.note(self.module, [hidden])
         split = self.tokens.split
         entered = hidden if split and self.is_entered else self.inputs.enter(hidden, split, self.module)
@@ -150,7 +150,7 @@ class ColumnForward:
             self.inputs.forget()
         return gather_features(output, self.axis) if self.gathers() else output
 
-    def _own_forward(self, entered: torch.Tensor) -> torch.Tensor:
+    def _own_forward(self, entered: Tensor) -> Tensor:
         later = self.inputs.later(self.module, entered)
         weight = self._used(self.module.weight, self.weight_dim) if later is None else later.weight
         bias = self.module.bias
@@ -158,10 +158,10 @@ class ColumnForward:
         # Transformers' Conv1D has the number of its outputs as `nf`.
         attributes = {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
         with showing(self.module, shown, **attributes):
-            output: torch.Tensor = self.original(entered)
+            output: Tensor = self.original(entered)
         return output if later is None else later.take_from(output)
 
-    def _used(self, parameter: Any, dim: int) -> torch.Tensor:
+    def _used(self, parameter: Any, dim: int) -> Tensor:
         stored = local(parameter)
         return stored if self.rows is None else exchange_rows(stored, self.axis, self.rows, dim)
 
@@ -184,7 +184,7 @@ class RowForward:
     in_pieces: bool
 
     @torch.compiler.disable
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         self.tokens.note(self.module, [hidden])
         if self.splits_input:
             hidden = split_features(hidden, self.axis)
@@ -199,8 +199,8 @@ class RowForward:
         added = sum_gradient(bias, self.axis) if self.tokens.split else bias
         return total + added.to(total.dtype)
 
-    def _own_forward(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        shown: dict[str, torch.Tensor | None] = {"weight": weight}
+    def _own_forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        shown: dict[str, Tensor | None] = {"weight": weight}
         if bias is not None:
             # Transformers' Conv1D cannot do without.
             shown["bias"] = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
@@ -219,7 +219,7 @@ class EmbeddingForward:
     checked: bool = False
 
     @torch.compiler.disable
-    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+    def __call__(self, words: Tensor) -> Tensor:
         if not self.checked or not torch.is_grad_enabled():  # words that were sampled may differ at any time
             self._require_one_batch(words)
             self.checked = True
@@ -234,7 +234,7 @@ class EmbeddingForward:
             found = self.original(own.clamp(0, weight.shape[0] - 1))
         return sum_outputs(found * is_own.unsqueeze(-1), self.axis)
 
-    def _require_one_batch(self, words: torch.Tensor) -> None:
+    def _require_one_batch(self, words: Tensor) -> None:
         """Compare the first batch with the other ranks': what they compute parts of has to be the same."""
         if not self.axis.holds_alike(words.reshape(-1).double()):
             raise ValueError(
@@ -303,10 +303,10 @@ class ExpertsForward:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
-            wants = isinstance(value, torch.Tensor) and value.is_floating_point()
+            wants = isinstance(value, Tensor) and value.is_floating_point()
             return sum_gradient(value, self.axis) if wants else value
 
-        shown: dict[str, torch.Tensor | None] = {}
+        shown: dict[str, Tensor | None] = {}
         for name, parameter in self.module._parameters.items():
             if isinstance(parameter, DTensor):
                 part = local(parameter)
@@ -353,7 +353,7 @@ class OwnHeadsForward:
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: torch.Tensor = kwargs[self.argument]
+        given: Tensor = kwargs[self.argument]
         by_rank = given.unflatten(0, (-1, self.axis.degree, self.heads))
         return self.original(*args, **{**kwargs, self.argument: by_rank[:, self.axis.rank].flatten(0, 1)})
 
@@ -379,18 +379,18 @@ class WholeForward:
         return with_output(output, lambda output: split_tokens(output, self.axis))
 
 
-def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states of a call: the first tensor, wherever it stands."""
     hidden = kwargs.get("hidden_states")
     if hidden is None:
-        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if hidden is None:
         raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
     return hidden
 
 
 def with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments with the hidden states changed: the first tensor, wherever it stands among them."""
     everything = [*args, *kwargs.values()]
@@ -401,19 +401,19 @@ def with_hidden(
 
 
 def with_others(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments with all tensors changed that gradients come to, but for the hidden states; also those
     in lists, tuples and dictionaries."""
     hidden = hidden_among(args, kwargs)
 
-    def of_other(tensor: torch.Tensor) -> torch.Tensor:
+    def of_other(tensor: Tensor) -> Tensor:
         return change(tensor) if tensor.requires_grad and tensor is not hidden else tensor
 
     return map_tensors((args, kwargs), of_other)  # type: ignore[no-any-return]
 
 
-def with_other_outputs(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_other_outputs(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a module's output with all tensors changed that gradients come from, but for the hidden states."""
     if not isinstance(output, tuple):
         return output
@@ -421,10 +421,10 @@ def with_other_outputs(output: Any, change: Callable[[torch.Tensor], torch.Tenso
     return (*output[:1], *others)
 
 
-def with_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a module's output with the hidden states changed: all of it, or the first of several."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return change(output)
-    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         return (change(output[0]), *output[1:])
     raise ValueError(f"tensor_parallel: a block returned {type(output).__name__}; a tensor or a tuple can be split")

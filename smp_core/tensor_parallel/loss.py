@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from smp_core.tensor_parallel.operators import TensorAxis
@@ -27,9 +27,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - s) * -log p[target] + s * mean of -log p."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: TensorAxis, ignored: int, smoothing: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis, ignored: int, smoothing: float) -> Tensor:
         own_words = logits.shape[-1]
         words = own_words * axis.degree
         kept_N = targets != ignored
@@ -51,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
         gradient = probabilities - ctx.smoothing / ctx.words
         gradient.scatter_add_(1, place_N[:, None], -(1 - ctx.smoothing) * is_own_N.to(gradient.dtype)[:, None])
@@ -59,13 +57,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_sum(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
     axis: TensorAxis,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the sum of the cross entropy over tokens, equal on all ranks of the axis.
 
     Args:
@@ -73,7 +71,7 @@ def cross_entropy_sum(
         targets: [N], words of the unsplit vocabulary.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    result: torch.Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
+    result: Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
     return result
 
 
@@ -83,7 +81,7 @@ class SplitLogits:
 
     axis: TensorAxis
 
-    def of(self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def of(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Return logits [N, V/T] of this rank's words."""
         before, self.axis.whole_logits = self.axis.whole_logits, False
         try:
@@ -91,7 +89,7 @@ class SplitLogits:
         finally:
             self.axis.whole_logits = before
 
-    def cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    def cross_entropy_sum(self, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """See :func:`cross_entropy_sum`."""
         return cross_entropy_sum(logits, targets, self.axis, **options)
 
@@ -119,7 +117,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         split, axis.whole_logits = not axis.whole_logits, True
         # A pipeline stage that is not the last hands on a tensor; a forward that failed has no output.
-        if not split or output is None or isinstance(output, torch.Tensor):
+        if not split or output is None or isinstance(output, Tensor):
             return None
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
@@ -131,16 +129,16 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     return True
 
 
-def _loss_function(whole_loss: Callable[..., torch.Tensor], axis: TensorAxis, shifts: bool) -> Callable[..., Any]:
+def _loss_function(whole_loss: Callable[..., Tensor], axis: TensorAxis, shifts: bool) -> Callable[..., Any]:
     def loss_function(
-        logits: torch.Tensor,
-        labels: torch.Tensor,
+        logits: Tensor,
+        labels: Tensor,
         vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if axis.whole_logits:
             options = {**options, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shifts:
@@ -153,7 +151,7 @@ def _loss_function(whole_loss: Callable[..., torch.Tensor], axis: TensorAxis, sh
         total = cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), targets, axis, ignore_index=ignore_index)
         if num_items_in_batch is None:
             return total / (targets != ignore_index).sum()
-        if isinstance(num_items_in_batch, torch.Tensor):
+        if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import register_sharding
@@ -75,15 +76,15 @@ class TensorAxis:
         """The global ranks of the axis."""
         return self._all_reduce.ranks_of(self.group)
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, hidden: Tensor) -> None:
         """Note how many tokens [..., N, H] has, before they are split."""
         self.length = hidden.shape[-2]
 
-    def all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Return the sum over the ranks, whatever ``dim`` is."""
         return self.start_all_reduce(tensor, dim)()
 
-    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def maximum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks."""
         largest = tensor.clone()
         n_bytes = largest.numel() * largest.element_size()
@@ -91,51 +92,51 @@ class TensorAxis:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
-    def holds_alike(self, values: torch.Tensor) -> bool:
+    def holds_alike(self, values: Tensor) -> bool:
         """Return whether all ranks have the same float64 values [N], by a checksum and their number."""
         place = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64)
         mark = torch.stack([values @ place, place.sum()])
         return torch.equal(self.maximum(mark), -self.maximum(-mark))
 
-    def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts side by side along a dimension."""
         return torch.cat(self.start_gather(part)().unbind(), dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part, along a dimension, of the sum over the ranks."""
         return self.start_reduce_scatter(tensor, dim)()
 
-    def start_gather(self, part: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Start a gather; what is returned waits for it and returns the ranks' parts [T, *part]."""
         part = part.contiguous()
         parts_T = part.new_empty((self.degree, *part.shape))
         return _waiting(self._gather(parts_T.view(-1), part.view(-1), self.group, async_op=True), parts_T, part)
 
-    def start_all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> Callable[[], torch.Tensor]:
+    def start_all_reduce(self, tensor: Tensor, dim: int = -1) -> Callable[[], Tensor]:
         """Start :meth:`all_reduce`; what is returned waits for it and returns the sum."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         return _waiting(self._all_reduce(total, self.group, async_op=True), total)
 
-    def start_reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Callable[[], Tensor]:
         """Start :meth:`reduce_scatter`; what is returned waits for it and returns this rank's part."""
         parts_T = torch.stack(tensor.chunk(self.degree, dim))
         part = torch.empty_like(parts_T[0])
         work = self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
         return _waiting(work, part, parts_T)
 
-    def of_first(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def of_first(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensor on the first rank, zeros elsewhere, whatever ``dim`` is."""
         return tensor if self.rank == 0 else torch.zeros_like(tensor)
 
-    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def part(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part along a dimension."""
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
 
 
-def _waiting(work: dist.Work | None, result: torch.Tensor, *in_use: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _waiting(work: dist.Work | None, result: Tensor, *in_use: Tensor) -> Callable[[], Tensor]:
     """Return a function that waits for a collective and returns its result; what it reads lives as long."""
 
-    def finish() -> torch.Tensor:
+    def finish() -> Tensor:
         if work is not None:
             work.wait()
         del kept[:]
@@ -149,71 +150,71 @@ class _Move(torch.autograd.Function):
     """One method of the axis forward, another one backward, both along one dimension; None: nothing."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int) -> Any:
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int) -> Any:
         ctx.axis, ctx.back, ctx.dim = axis, back, dim
         return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,) = grads
         moved = grad if ctx.back is None else getattr(ctx.axis, ctx.back)(grad, ctx.dim)
         return moved, None, None, None, None
 
 
 @torch.compiler.disable
-def _move(tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1) -> torch.Tensor:
-    result: torch.Tensor = _Move.apply(tensor, axis, way, back, dim)
+def _move(tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1) -> Tensor:
+    result: Tensor = _Move.apply(tensor, axis, way, back, dim)
     return result
 
 
-def sum_gradient(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def sum_gradient(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Return the tensor; its gradient is added up over the ranks."""
     return _move(tensor, axis, None, "all_reduce")
 
 
-def gradient_once(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def gradient_once(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Return the tensor; of its gradient, which is equal on all ranks, the first rank goes on with it: where sums over
     the ranks follow, it counts once."""
     return _move(tensor, axis, None, "of_first")
 
 
-def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def sum_outputs(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Add partial values up over the ranks."""
     return _move(tensor, axis, "all_reduce", None)
 
 
-def scatter_tokens(partial: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def scatter_tokens(partial: Tensor, axis: TensorAxis) -> Tensor:
     """Add up partial values [..., N, H]; each rank gets its tokens."""
     return _move(_with_padding(partial, axis), axis, "reduce_scatter", "gather", -2)
 
 
-def split_tokens(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def split_tokens(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Take this rank's tokens of [..., N, H]."""
     return _move(_with_padding(tensor, axis), axis, "part", "gather", -2)
 
 
-def join_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def join_tokens(part: Tensor, axis: TensorAxis) -> Tensor:
     """Gather tokens [..., N/T, H] for what every rank does alike with all of them."""
     return without_padding(_move(part, axis, "gather", "part", -2), axis)
 
 
-def gather_features(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def gather_features(part: Tensor, axis: TensorAxis) -> Tensor:
     """Gather features [..., H/T] for what every rank does alike with all of them."""
     return _move(part, axis, "gather", "part", -1)
 
 
-def split_features(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def split_features(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Take this rank's features of [..., H]."""
     return _move(tensor, axis, "part", "gather", -1)
 
 
-def _with_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def _with_padding(tensor: Tensor, axis: TensorAxis) -> Tensor:
     missing = -tensor.shape[-2] % axis.degree
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
-def without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def without_padding(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Leave padding out: tokens are only padded where no gradients are wanted; what has two dimensions holds several
     sequences, for layers that look at one token at a time."""
     if torch.is_grad_enabled() or tensor.ndim < 3:
@@ -243,9 +244,9 @@ class _RowExchange:
     """
 
     n_sent: list[int]
-    places: torch.Tensor
+    places: Tensor
     n_received: list[int]
-    order: torch.Tensor
+    order: Tensor
 
 
 @dataclass(frozen=True)
@@ -266,12 +267,12 @@ class RowsInUse:
         default_factory=dict, compare=False, repr=False
     )
 
-    def exchange(self, rank: int, degree: int, weight: torch.Tensor) -> _RowExchange:
+    def exchange(self, rank: int, degree: int, weight: Tensor) -> _RowExchange:
         """Return how ``rank``'s rows travel, with indices on the device of ``weight``. They are made once: an index
         that is made from a list on a GPU makes the host wait for all that was launched before it."""
         key = (rank, degree, weight.device)
         # A tensor that is only traced (fake) takes part in its own trace alone, and is not kept.
-        real = type(weight) in (torch.Tensor, torch.nn.Parameter)
+        real = type(weight) in (Tensor, torch.nn.Parameter)
         if real and key in self._exchanges:
             return self._exchanges[key]
         n_sent, places = self.sent(rank, degree)
@@ -310,7 +311,7 @@ class _ExchangeRows(torch.autograd.Function):
     """An all-to-all of rows; its backward sends their gradients back and adds them up."""
 
     @staticmethod
-    def forward(ctx: Any, stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse) -> torch.Tensor:
+    def forward(ctx: Any, stored: Tensor, axis: TensorAxis, rows: RowsInUse) -> Tensor:
         ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
         exchange = rows.exchange(axis.rank, axis.degree, stored)
         arrived = _all_to_all(stored[exchange.places], exchange.n_sent, exchange.n_received, axis)
@@ -320,7 +321,7 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         axis = ctx.axis
         exchange = ctx.rows.exchange(axis.rank, axis.degree, grad)
@@ -335,17 +336,17 @@ class _ExchangeRows(torch.autograd.Function):
         return total, None, None
 
 
-def exchange_rows(stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse, dim: int = 0) -> torch.Tensor:
+def exchange_rows(stored: Tensor, axis: TensorAxis, rows: RowsInUse, dim: int = 0) -> Tensor:
     """Return the rows of a weight that this rank uses, of those that the ranks store.
 
     Args:
         dim: the dimension of the rows.
     """
-    result: torch.Tensor = _ExchangeRows.apply(stored.movedim(dim, 0).contiguous(), axis, rows)
+    result: Tensor = _ExchangeRows.apply(stored.movedim(dim, 0).contiguous(), axis, rows)
     return result.movedim(0, dim)
 
 
-def _all_to_all(rows: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis) -> torch.Tensor:
+def _all_to_all(rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis) -> Tensor:
     arrived = rows.new_empty((sum(n_received), *rows.shape[1:]))
     row_bytes = rows[:1].numel() * rows.element_size()
     ranks = axis.ranks

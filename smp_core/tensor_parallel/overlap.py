@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ from smp_core.tensor_parallel.roles import is_conv1d
 class _Sum:
     """The sum of one input's gradient, and how to wait for it once it was started."""
 
-    finish: Callable[[], torch.Tensor] | None = None
+    finish: Callable[[], Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -45,9 +45,9 @@ class _Operands:
     """The operands of one weight's gradient: the layer's input and its outputs' gradient, [tokens, features] each."""
 
     transposed: bool
-    found: tuple[torch.Tensor, torch.Tensor] | None = None
+    found: tuple[Tensor, Tensor] | None = None
 
-    def product(self) -> torch.Tensor:
+    def product(self) -> Tensor:
         assert self.found is not None
         (hidden, grad), self.found = self.found, None
         return hidden.t().mm(grad) if self.transposed else grad.t().mm(hidden)
@@ -63,26 +63,26 @@ class LaterGradient:
         token: a number in the graph, behind which the weight is.
     """
 
-    entered: torch.Tensor
-    weight: torch.Tensor
-    token: torch.Tensor
+    entered: Tensor
+    weight: Tensor
+    token: Tensor
     operands: _Operands
 
-    def take_from(self, output: torch.Tensor) -> torch.Tensor:
+    def take_from(self, output: Tensor) -> Tensor:
         """Return the output of the layer such that its gradient is kept for the weight's."""
-        result: torch.Tensor = _Output.apply(output, self.entered.detach(), self.token, self.operands)
+        result: Tensor = _Output.apply(output, self.entered.detach(), self.token, self.operands)
         return result
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, total: _Sum) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, total: _Sum) -> Tensor:
         ctx.total = total
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         finish, ctx.total.finish = ctx.total.finish, None
         return finish(), None
 
@@ -91,13 +91,13 @@ class _Start(torch.autograd.Function):
     """An input is gathered on its way to the layers; the sum of its gradient is started on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool) -> Tensor:
         ctx.axis, ctx.total, ctx.tokens_are_split, ctx.shape = axis, total, tokens_are_split, tensor.shape
         return axis.gather(tensor, -2) if tokens_are_split else tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
         start = ctx.axis.start_reduce_scatter if ctx.tokens_are_split else ctx.axis.start_all_reduce
         ctx.total.finish = start(grad, -2)
@@ -107,28 +107,26 @@ class _Start(torch.autograd.Function):
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, operands: _Operands) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, operands: _Operands) -> Tensor:
         ctx.operands = operands
         return weight.new_zeros(())
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         return ctx.operands.product(), None
 
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, output: torch.Tensor, hidden: torch.Tensor, token: torch.Tensor, operands: _Operands
-    ) -> torch.Tensor:
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, token: Tensor, operands: _Operands) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.operands = operands
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (grad,) = grads
         (hidden,) = ctx.saved_tensors
         ctx.operands.found = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
@@ -141,7 +139,7 @@ def is_plain_product(layer: nn.Module) -> bool:
     return known and "forward" not in vars(layer)
 
 
-def _gathered(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+def _gathered(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Tensor]]:
     """Yield the layers whose weights are here now, with this rank's parts of these."""
     for layer in layers:
         weight: Any = layer.weight
@@ -162,9 +160,9 @@ class ColumnInputs:
         self.axis = axis
         self.layers: list[nn.Module] = []
         self.in_pieces: dict[nn.Module, str] = {}
-        self._entered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._entered: list[tuple[Tensor, Tensor]] = []
         self._later: dict[nn.Module, LaterGradient] = {}
-        self._products: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._products: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: nn.Module, in_pieces: str | None = None) -> None:
         """Let the gradient of a layer's weight be computed later, if that is possible. Before the layer's forward is
@@ -180,7 +178,7 @@ class ColumnInputs:
                 self.in_pieces[layer] = in_pieces
 
     @torch.compiler.disable
-    def enter(self, tensor: torch.Tensor, tokens_are_split: bool, reader: nn.Module | None = None) -> torch.Tensor:
+    def enter(self, tensor: Tensor, tokens_are_split: bool, reader: nn.Module | None = None) -> Tensor:
         """Return what the layers read, made once for each tensor in a call.
 
         Args:
@@ -195,9 +193,9 @@ class ColumnInputs:
         if in_pieces and tokens_are_split and torch.is_grad_enabled():
             return self._enter_with_products(tensor)
         total = _Sum()
-        waited: torch.Tensor = _Wait.apply(tensor, total)
+        waited: Tensor = _Wait.apply(tensor, total)
         weights = self._weights() if torch.is_grad_enabled() else []
-        entered: torch.Tensor = _Start.apply(waited, self.axis, total, tokens_are_split)
+        entered: Tensor = _Start.apply(waited, self.axis, total, tokens_are_split)
         if tokens_are_split:
             entered = without_padding(entered, self.axis)
         for layer, weight, token, operands in weights:
@@ -206,7 +204,7 @@ class ColumnInputs:
         self._entered.append((tensor, entered))
         return entered
 
-    def _enter_with_products(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _enter_with_products(self, tensor: Tensor) -> Tensor:
         self.require_all_read()
         weights = dict(_gathered(self.in_pieces))
         factors = [factor_of(layer, weight, tensor) for layer, weight in weights.items()]
@@ -215,7 +213,7 @@ class ColumnInputs:
         self._entered.append((tensor, entered))
         return entered
 
-    def product(self, layer: nn.Module, entered: torch.Tensor) -> torch.Tensor | None:
+    def product(self, layer: nn.Module, entered: Tensor) -> Tensor | None:
         """Return the product of a layer that was made when its input was gathered, once; None: there is none."""
         found = self._products.get(layer)
         if found is None or found[0] is not entered:
@@ -236,7 +234,7 @@ class ColumnInputs:
                 f"common input is gathered, and {names} did not read it; write tensor_parallel={{'overlap': 'sums'}}"
             )
 
-    def _weights(self) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, _Operands]]:
+    def _weights(self) -> list[tuple[nn.Module, Tensor, Tensor, _Operands]]:
         found = []
         for layer, part in _gathered(self.layers):
             if part.requires_grad:
@@ -244,7 +242,7 @@ class ColumnInputs:
                 found.append((layer, part, _Weight.apply(part, operands), operands))
         return found
 
-    def later(self, layer: nn.Module, entered: torch.Tensor) -> LaterGradient | None:
+    def later(self, layer: nn.Module, entered: Tensor) -> LaterGradient | None:
         """Return the later gradient of a layer that is called with this input, once; None: it is autograd's."""
         found = self._later.pop(layer, None)
         return found if found is not None and found.entered is entered else None

@@ -378,7 +378,10 @@ def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
             outermost = next((name for name in above if name in lists), None)
             if outermost is not None:
                 found[outermost] = None
-    return [[f"{name}.{index}" for index, _ in model.get_submodule(name).named_children()] for name in found]
+    stacks = []
+    for name in found:
+        stacks.append([f"{name}.{index}" for index, _ in model.get_submodule(name).named_children()])
+    return stacks
 
 
 def holds(names: list[str], name: str) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -73,16 +73,16 @@ class _Leaf:
 
     name: str
     kind: str
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 @dataclass(eq=False)
 class _Seen:
     """One run: the hidden states returned, what came with them, gradients of leaves; leaves that no one gave."""
 
-    hidden: torch.Tensor
-    others: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    hidden: Tensor
+    others: list[Tensor]
+    gradients: list[Tensor | None] = field(default_factory=list)
     unknown: int = 0
 
 
@@ -117,7 +117,7 @@ class TokenTrial:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        is_own: Callable[[torch.Tensor], bool],
+        is_own: Callable[[Tensor], bool],
         stay_whole: str,
         evaluating: bool,
     ) -> Found:
@@ -160,7 +160,7 @@ class TokenTrial:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        is_own: Callable[[torch.Tensor], bool],
+        is_own: Callable[[Tensor], bool],
         dtype: Any,
         failed: str,
     ) -> str:
@@ -173,7 +173,7 @@ class TokenTrial:
             _CannotRun: with whole tokens; ValueError as :meth:`run`.
         """
         self._leaves = []
-        shown: dict[nn.Module, dict[str, torch.Tensor | None]] = {} if dtype is None else self.drawn_weights(dtype)
+        shown: dict[nn.Module, dict[str, Tensor | None]] = {} if dtype is None else self.drawn_weights(dtype)
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
         own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         open_sums = []
@@ -229,7 +229,7 @@ class TokenTrial:
     ) -> str:
         """Return why ranks with other tokens would not make the same calls, and wait for one another; "": they do."""
 
-        def other(hidden: torch.Tensor) -> torch.Tensor:
+        def other(hidden: Tensor) -> Tensor:
             return self._random(hidden.shape, hidden.dtype, hidden.device, 50)
 
         args, kwargs = with_hidden(args, kwargs, other)
@@ -248,7 +248,7 @@ class TokenTrial:
         return ""
 
     def _require_gradients_of_whole_tokens(
-        self, whole: _Seen, open_sums: list[SummingForward], shown: dict[nn.Module, dict[str, torch.Tensor | None]]
+        self, whole: _Seen, open_sums: list[SummingForward], shown: dict[nn.Module, dict[str, Tensor | None]]
     ) -> set[_Leaf]:
         """Return the leaves of which each rank has a part of the gradient with whole tokens; their sums are put in
         place of these."""
@@ -267,17 +267,17 @@ class TokenTrial:
             each.always = bool(apart & set(self._leaves_of(each, shown)))
         return apart
 
-    def _leaves_of(
-        self, summing: SummingForward, shown: dict[nn.Module, dict[str, torch.Tensor | None]]
-    ) -> Iterator[_Leaf]:
+    def _leaves_of(self, summing: SummingForward, shown: dict[nn.Module, dict[str, Tensor | None]]) -> Iterator[_Leaf]:
         tensors = shown.get(summing.module, {}).values()
-        yield from (leaf for leaf in self._leaves if any(leaf.tensor is each for each in tensors))
+        for leaf in self._leaves:
+            if any(leaf.tensor is each for each in tensors):
+                yield leaf
 
-    def _gradient(self, seen: _Seen, number: int) -> torch.Tensor:
+    def _gradient(self, seen: _Seen, number: int) -> Tensor:
         found = seen.gradients[number]
         return torch.zeros_like(self._leaves[number].tensor) if found is None else found
 
-    def _differing(self, tensors: list[torch.Tensor], scaled_by: list[torch.Tensor]) -> list[bool]:
+    def _differing(self, tensors: list[Tensor], scaled_by: list[Tensor]) -> list[bool]:
         """Return for each tensor whether ranks have different ones. Collective over the axis."""
         if not tensors:
             return []
@@ -305,7 +305,7 @@ class TokenTrial:
                 return False
         return True
 
-    def _own_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _own_tokens(self, hidden: Tensor) -> Tensor:
         return hidden.chunk(self.axis.degree, -2)[self.axis.rank]
 
     def _played(self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> _Seen:
@@ -353,32 +353,32 @@ class TokenTrial:
         seen.gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))  # type: ignore[arg-type]
         return seen
 
-    def _whole_shape(self, part: torch.Tensor) -> list[int]:
+    def _whole_shape(self, part: Tensor) -> list[int]:
         return [*part.shape[:-2], part.shape[-2] * self.axis.degree, part.shape[-1]]
 
-    def _random(self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    def _random(self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
         kind = dtype if dtype == torch.float64 else torch.float32
         return torch.randn(shape, generator=generator, device=device, dtype=kind).to(dtype)
 
-    def _leaf(self, name: str, kind: str, like: torch.Tensor, dtype: Any, scale: float = 1.0) -> torch.Tensor:
+    def _leaf(self, name: str, kind: str, like: Tensor, dtype: Any, scale: float = 1.0) -> Tensor:
         seed = 100 + len(self._leaves) + (10_000 * (1 + self.axis.rank) if kind in ("own", "part") else 0)
         tensor = (self._random(like.shape, dtype or like.dtype, like.device, seed) * scale).requires_grad_()
         self._leaves.append(_Leaf(name, kind, tensor))
         return tensor
 
-    def drawn_alike(self, like: torch.Tensor, dtype: Any) -> torch.Tensor:
+    def drawn_alike(self, like: Tensor, dtype: Any) -> Tensor:
         """Return a random tensor, the same on all ranks."""
         return self._leaf("", "other", like, dtype).detach()
 
     def _drawn_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_own: Callable[[torch.Tensor], bool], dtype: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_own: Callable[[Tensor], bool], dtype: Any
     ) -> Any:
         """Return the arguments with the hidden states, and all else that gradients come to, drawn at random."""
         hidden = hidden_among(args, kwargs)
         drawn = self._leaf("what it takes", "hidden", hidden, dtype)
 
-        def of(tensor: torch.Tensor) -> torch.Tensor:
+        def of(tensor: Tensor) -> Tensor:
             if tensor is hidden:
                 return drawn
             if tensor.requires_grad and tensor.is_floating_point():
@@ -388,10 +388,10 @@ class TokenTrial:
 
         return map_tensors((args, kwargs), of)
 
-    def drawn_weights(self, dtype: torch.dtype) -> dict[nn.Module, dict[str, torch.Tensor | None]]:
+    def drawn_weights(self, dtype: torch.dtype) -> dict[nn.Module, dict[str, Tensor | None]]:
         """Return random weights for all modules inside; one for those that share a parameter."""
-        made: dict[int, torch.Tensor] = {}
-        found: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+        made: dict[int, Tensor] = {}
+        found: dict[nn.Module, dict[str, Tensor | None]] = {}
         names = {module: name for name, module in self.block.named_modules()}
         for module in self.block.modules():
             for key, parameter in module._parameters.items():
@@ -402,9 +402,9 @@ class TokenTrial:
                     found.setdefault(module, {})[key] = made[id(parameter)]
         return found
 
-    def _drawn_weight(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _drawn_weight(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         is_part = isinstance(parameter, DTensor)
-        stored: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        stored: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
         drawn = self._leaf(name, "part" if is_part else "whole", stored.detach(), dtype, scale)
         if not parameter.requires_grad:
@@ -428,7 +428,7 @@ class TokenTrial:
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False) if is_wide else contextlib.nullcontext(),
             # On top of those of a checkpoint around the block.
-            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor),
             torch.compiler.set_stance("force_eager"),
         ):
             torch.manual_seed(0)
@@ -467,11 +467,11 @@ def _kind_of(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type
 
 
-def _floating(nest: Any) -> list[torch.Tensor]:
+def _floating(nest: Any) -> list[Tensor]:
     return [tensor for _, tensor in iterate_tensors(nest) if tensor.is_floating_point()]
 
 
-def _unknown_leaves(loss: Any, leaves: list[torch.Tensor]) -> int:
+def _unknown_leaves(loss: Any, leaves: list[Tensor]) -> int:
     """Return how many leaves of a graph are not among these."""
     known = {id(leaf) for leaf in leaves}
     left, seen, count = [loss.grad_fn], {loss.grad_fn}, 0
@@ -486,12 +486,12 @@ def _unknown_leaves(loss: Any, leaves: list[torch.Tensor]) -> int:
     return count
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in a tensor, 0 in an empty one."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _is_close(seen: torch.Tensor, expected: torch.Tensor, largest: float = 0.0, by_token: bool = False) -> bool:
+def _is_close(seen: Tensor, expected: Tensor, largest: float = 0.0, by_token: bool = False) -> bool:
     """Return whether two tensors are equal but for roundings.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.checkpoint import iterate_tensors
 from smp_core.tensor_parallel.adapters import around
@@ -53,8 +53,8 @@ class Call:
     """A recorded call of a module: its first tensor [..., N, H], and the first one of its output; with their
     nodes in the graph at that time, which what is done in place changes."""
 
-    hidden: torch.Tensor
-    output: torch.Tensor
+    hidden: Tensor
+    output: Tensor
     taken: Any
     made: Any
 
@@ -70,8 +70,8 @@ class Block:
         calls: of the block in one run.
     """
 
-    entered: torch.Tensor
-    output: torch.Tensor
+    entered: Tensor
+    output: Tensor
 
     def __init__(self, name: str, module: nn.Module, names: Mapping[nn.Module, str]) -> None:
         self.name, self.module = name, module
@@ -80,7 +80,7 @@ class Block:
         self.linears: dict[nn.Module, str] = {}
         self.calls = 0
         self.handed_on: list[int] = []
-        self._returned: list[torch.Tensor] = []
+        self._returned: list[Tensor] = []
         self._seen: dict[nn.Module, list[Call]] = {}
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -100,9 +100,9 @@ class Block:
         return args, kwargs
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if not tensors or not isinstance(first, torch.Tensor):
+        if not tensors or not isinstance(first, Tensor):
             return
         hidden = _hidden_of(args, kwargs)
         self._seen.setdefault(module, []).append(Call(hidden, first, hidden.grad_fn, first.grad_fn))
@@ -132,17 +132,17 @@ class Block:
         """Note which of the tensors that it returned are among those that blocks took."""
         self.handed_on = [n for n, tensor in enumerate(self._returned) if n and tensor.data_ptr() in taken]
 
-    def play(self) -> list[torch.Tensor]:
+    def play(self) -> list[Tensor]:
         """Call the block again; return the first tensor of its output, and those that it hands on beside it."""
         args, kwargs = self._arguments
         returned = [tensor for _, tensor in iterate_tensors(self.module(*args, **kwargs))]
         return [returned[number] for number in (0, *self.handed_on)]
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    found: list[torch.Tensor] = []
+def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found: list[Tensor] = []
 
-    def take(hidden: torch.Tensor) -> torch.Tensor:
+    def take(hidden: Tensor) -> Tensor:
         found.append(hidden)
         return hidden
 
@@ -150,7 +150,7 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return found[0]
 
 
-def mixes_tokens(hidden: torch.Tensor, output: torch.Tensor) -> bool:
+def mixes_tokens(hidden: Tensor, output: Tensor) -> bool:
     """Return whether an output's first or last token depends on other tokens [..., N, H] of the input, in its graph."""
     if not hidden.requires_grad or not output.requires_grad or hidden.ndim < 3 or output.ndim != hidden.ndim:
         return False
@@ -238,7 +238,7 @@ class Trial:
     def _with_gathering(self, group: Group) -> Group | None:
         """Find out whether what lies between the layers looks at several tokens, which are gathered then."""
         drawn = {name: self._drawn(name).requires_grad_() for name in (*group.columns, *group.rows)}
-        arrived: dict[str, torch.Tensor] = {}
+        arrived: dict[str, Tensor] = {}
         with self._playing(group, drawn.__getitem__, arrived.__setitem__):
             self.block.play()
         mixes = any(mixes_tokens(drawn[name], hidden) for name in group.columns for hidden in arrived.values())
@@ -252,17 +252,17 @@ class Trial:
             _Differs: something differs; any other error of a forward whose sizes do not fit.
         """
         drawn = {name: self._drawn(name) for name in (*group.columns, *group.rows)}
-        expected: dict[str, torch.Tensor] = {}
+        expected: dict[str, Tensor] = {}
         with self._playing(group, drawn.__getitem__, expected.__setitem__):
             outputs = self.block.play()
 
-        def part(name: str) -> torch.Tensor:
+        def part(name: str) -> Tensor:
             if name in group.rows:
                 return drawn[name]
             pieces = drawn[name].chunk(group.pieces, -1)
             return torch.cat([piece.chunk(self.degree, -1)[rank] for piece in pieces], -1)
 
-        def arrive(name: str, hidden: torch.Tensor) -> None:
+        def arrive(name: str, hidden: Tensor) -> None:
             _require_close(hidden, expected[name].chunk(self.degree, -1)[rank])
 
         with self._divided(group.divided), self._playing(group, part, arrive):
@@ -273,8 +273,8 @@ class Trial:
     def _playing(
         self,
         group: Group,
-        given: Callable[[str], torch.Tensor],
-        arrive: Callable[[str, torch.Tensor], None],
+        given: Callable[[str], Tensor],
+        arrive: Callable[[str, Tensor], None],
     ) -> Iterator[None]:
         """Let columns and rows return what is given, and rows show what arrives."""
 
@@ -282,7 +282,7 @@ class Trial:
             return lambda hidden: given(name).clone()  # forwards may change it in place
 
         def row(name: str) -> Callable[..., Any]:
-            def forward(hidden: torch.Tensor) -> torch.Tensor:
+            def forward(hidden: Tensor) -> Tensor:
                 arrive(name, hidden)
                 return given(name).clone()
 
@@ -302,10 +302,10 @@ class Trial:
         assert call is not None
         return call
 
-    def _output(self, name: str) -> torch.Tensor:
+    def _output(self, name: str) -> Tensor:
         return self._call(name).output
 
-    def _drawn(self, name: str) -> torch.Tensor:
+    def _drawn(self, name: str) -> Tensor:
         output = self._output(name).detach()
         return torch.randn(output.shape, generator=self._generator).to(output)
 
@@ -326,7 +326,7 @@ def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]
                 del vars(module)[name]
 
 
-def _require_close(seen: torch.Tensor, expected: torch.Tensor) -> None:
+def _require_close(seen: Tensor, expected: Tensor) -> None:
     tolerance = _TOLERANCE.get(expected.dtype, 3e-2)
     if seen.shape != expected.shape or not torch.allclose(seen, expected, rtol=tolerance, atol=tolerance):
         raise _Differs

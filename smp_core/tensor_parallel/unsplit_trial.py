@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -45,7 +45,7 @@ from smp_core.torch_facts import without_caches
 
 logger = logging.getLogger("smp")
 
-OwnDim = Callable[[torch.Tensor], "int | None"]
+OwnDim = Callable[[Tensor], "int | None"]
 
 
 @dataclass(eq=False)
@@ -73,8 +73,8 @@ class _Run:
     """
 
     called: list[nn.Module] = field(default_factory=list)
-    arrived: list[torch.Tensor | None] = field(default_factory=list)
-    returned: list[torch.Tensor] = field(default_factory=list)
+    arrived: list[Tensor | None] = field(default_factory=list)
+    returned: list[Tensor] = field(default_factory=list)
     error: str = ""
 
 
@@ -132,7 +132,7 @@ class UnsplitTrial:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        hidden: torch.Tensor,
+        hidden: Tensor,
         own_dim: OwnDim,
         dtype: torch.dtype | None,
         seed: int = 0,
@@ -164,13 +164,13 @@ class UnsplitTrial:
         kwargs: dict[str, Any],
         own_dim: OwnDim,
         drawing: TokenTrial,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         dtype: torch.dtype | None,
     ) -> tuple[Any, Any]:
         """Return the arguments with what gradients come to drawn at random; and those of the unsplit module."""
         own: dict[int, int] = {}
 
-        def of(tensor: torch.Tensor) -> torch.Tensor:
+        def of(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
             dim = own_dim(tensor)
@@ -189,7 +189,7 @@ class UnsplitTrial:
         self,
         forward: Forward,
         given: tuple[tuple[Any, ...], dict[str, Any]],
-        shown: Mapping[nn.Module, Mapping[str, torch.Tensor | None]],
+        shown: Mapping[nn.Module, Mapping[str, Tensor | None]],
         stand_in: Callable[[nn.Module, Forward, _Run], Forward],
     ) -> _Run:
         run = _Run()
@@ -277,7 +277,7 @@ class UnsplitTrial:
         """
         last = len(seen.called) + 1
 
-        def part(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        def part(tensor: Tensor, dim: int | None) -> Tensor:
             if own is None or dim is None:
                 return tensor
             return tensor.chunk(self.axis.degree, dim)[self.axis.rank]
@@ -395,7 +395,7 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the first tensor of a call; None without one."""
     try:
         return hidden_among(args, kwargs)
@@ -403,7 +403,7 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | 
         return next((tensor for _, tensor in iterate_tensors([args, kwargs])), None)
 
 
-def _split_dim(part: torch.Tensor, whole: torch.Tensor, degree: int) -> int | None:
+def _split_dim(part: Tensor, whole: Tensor, degree: int) -> int | None:
     """Return the one dimension of which ``part`` has 1/T of ``whole``; None: they are of other shapes, or of one."""
     if part.ndim != whole.ndim:
         return None
@@ -412,7 +412,7 @@ def _split_dim(part: torch.Tensor, whole: torch.Tensor, degree: int) -> int | No
     return other[0] if is_part else None
 
 
-def _differs(seen: torch.Tensor, expected: torch.Tensor) -> bool:
+def _differs(seen: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors [..., H] differ by more than roundings, in more rows than those whose routes are a
     matter of rounding."""
     if seen.shape != expected.shape:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.torch_facts.class_layout import base_without_dict as base_without_dict, mixin_before as mixin_before
     from smp_core.torch_facts.coded import (
         CodedTensor as CodedTensor,
         as_codes as as_codes,
@@ -23,16 +22,19 @@ if TYPE_CHECKING:
         depends_on as depends_on,
         embeddings_of as embeddings_of,
         fsdp_has as fsdp_has,
+        prefers_messages as prefers_messages,
         reduce_scatter_single as reduce_scatter_single,
         symmetric_memory_operators as symmetric_memory_operators,
         without_caches as without_caches,
     )
     from smp_core.torch_facts.kernels import device_multiplies_fp8 as device_multiplies_fp8, has_triton as has_triton
-    from smp_core.torch_facts.module_names import (
+    from smp_core.torch_facts.modules import (
+        base_without_dict as base_without_dict,
         clean_name as clean_name,
         compiled_of as compiled_of,
         is_compiled as is_compiled,
         lies_in as lies_in,
+        mixin_before as mixin_before,
         uncompiled as uncompiled,
     )
     from smp_core.torch_facts.parameters import (

@@ -13,7 +13,7 @@ import math
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
@@ -24,12 +24,12 @@ class Coder(Protocol):
 
     def row_bytes(self, row: int) -> int: ...
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
+    def encode(self, values: Tensor, out: Tensor) -> None: ...
 
-    def decode(self, codes: torch.Tensor, out: torch.Tensor) -> None: ...
+    def decode(self, codes: Tensor, out: Tensor) -> None: ...
 
 
-class CodedTensor(torch.Tensor):
+class CodedTensor(Tensor):
     """A contiguous tensor of size [n, ...], whose rows are those of ``codes``.
 
     Args:
@@ -38,21 +38,21 @@ class CodedTensor(torch.Tensor):
         coder: what made the codes.
     """
 
-    codes: torch.Tensor
+    codes: Tensor
     coder: Coder
 
     # Operations arrive in __torch_dispatch__ below; results are plain tensors, not wrapped again.
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> CodedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+    def __new__(cls, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> CodedTensor:
+        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
 
-    def __init__(self, codes: torch.Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> None:
+    def __init__(self, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> None:
         self.codes, self.coder = codes, coder
 
     @torch.no_grad()
-    def decoded(self) -> torch.Tensor:
+    def decoded(self) -> Tensor:
         """Return the values as a plain tensor."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         decode_rows(self.coder, self.codes, values)
@@ -90,13 +90,13 @@ class CodedTensor(torch.Tensor):
 _SAME_TENSOR = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
 
 
-def decoded(tensor: torch.Tensor) -> torch.Tensor:
+def decoded(tensor: Tensor) -> Tensor:
     """Return a plain tensor of the same values; the tensor itself where it is one."""
     return tensor.decoded() if isinstance(tensor, CodedTensor) else tensor
 
 
 @torch.no_grad()
-def as_codes(padded: torch.Tensor, size: torch.Size, coder: Coder) -> CodedTensor:
+def as_codes(padded: Tensor, size: torch.Size, coder: Coder) -> CodedTensor:
     """Return a tensor of ``size`` [n, ...], stored as codes of ``padded`` [n or more, ...]."""
     row = math.prod(padded.shape[1:])
     codes = torch.empty(padded.shape[0], coder.row_bytes(row), dtype=torch.uint8, device=padded.device)
@@ -104,13 +104,13 @@ def as_codes(padded: torch.Tensor, size: torch.Size, coder: Coder) -> CodedTenso
     return CodedTensor(codes, size, padded.dtype, coder)
 
 
-def decode_rows(coder: Coder, codes: torch.Tensor, out: torch.Tensor) -> None:
+def decode_rows(coder: Coder, codes: Tensor, out: Tensor) -> None:
     """Decode the first rows of ``codes`` into ``out`` [n, ...]."""
     if out.numel():
         coder.decode(codes[: out.shape[0]], out.view(out.shape[0], -1))
 
 
-def _encode_rows(coder: Coder, values: torch.Tensor, codes: torch.Tensor) -> None:
+def _encode_rows(coder: Coder, values: Tensor, codes: Tensor) -> None:
     if values.numel():
         coder.encode(values.view(values.shape[0], -1), codes[: values.shape[0]])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
@@ -86,7 +87,7 @@ def symmetric_memory_operators() -> Any:
     return torch.ops.symm_mem
 
 
-def depends_on(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+def depends_on(result: Tensor, *inputs: Tensor) -> Tensor:
     """Return the result of an autograd function's forward such that a compiled graph of torch < 2.13 knows that it
     depends on ``inputs``. Those versions look for operators that autograd could follow, find none in products of FP8
     numbers, and take the gradients for zero."""
@@ -95,3 +96,8 @@ def depends_on(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     for each in inputs:
         result = result + each[:0].sum().to(result.dtype)  # of no elements: 0, whatever they are
     return result
+
+
+def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
+    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))

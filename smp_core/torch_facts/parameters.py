@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 # The code of what torch puts around every step, to call its hooks.
-_AROUND_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+_AROUND_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _model_parameters = WeakIdKeyDictionary()  # master -> the parameter whose part it is
 _host_masters = WeakIdKeyDictionary()  # what an optimizer steps -> its float32 master on the host
@@ -35,34 +37,34 @@ def is_absent(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
-def stands_for(master: torch.Tensor, parameter: torch.Tensor) -> None:
+def stands_for(master: Tensor, parameter: Tensor) -> None:
     """Note that optimizers step ``master`` in the place of a parameter of the model."""
     _model_parameters[master] = parameter
 
 
-def model_parameter(stepped: torch.Tensor) -> torch.Tensor:
+def model_parameter(stepped: Tensor) -> Tensor:
     """Return the model's parameter that a master stands for; any other tensor is itself."""
-    found: torch.Tensor = _model_parameters.get(stepped, stepped)
+    found: Tensor = _model_parameters.get(stepped, stepped)
     return found
 
 
-def note_host_master(stepped: torch.Tensor, master: torch.Tensor) -> None:
+def note_host_master(stepped: Tensor, master: Tensor) -> None:
     """Note the float32 master in host memory of a half precision tensor that an optimizer steps."""
     _host_masters[stepped] = master
 
 
-def load_host_master(stepped: torch.Tensor, value: torch.Tensor) -> None:
+def load_host_master(stepped: Tensor, value: Tensor) -> None:
     """Keep a value that was loaded in float32 for the master, which takes it up at the next step."""
     _loaded_masters[stepped] = value.to("cpu", torch.float32, copy=True)
 
 
-def take_loaded(stepped: torch.Tensor) -> torch.Tensor | None:
+def take_loaded(stepped: Tensor) -> Tensor | None:
     """Return the value of :func:`load_host_master`, once."""
-    found: torch.Tensor | None = _loaded_masters.pop(stepped, None)
+    found: Tensor | None = _loaded_masters.pop(stepped, None)
     return found
 
 
-def with_host_master(stepped: torch.Tensor) -> torch.Tensor:
+def with_host_master(stepped: Tensor) -> Tensor:
     """Return a tensor's local values in float32 in host memory: its master's, where that is what was rounded."""
     own = _local(stepped).to("cpu")
     master = _loaded_masters.get(stepped, _host_masters.get(stepped))
@@ -71,7 +73,7 @@ def with_host_master(stepped: torch.Tensor) -> torch.Tensor:
     return torch.where(_local(master).to(own.dtype) == own, _local(master), own.float())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -85,7 +87,7 @@ class StepsOnHost:
         """Return what states, masters and gradients take in host memory."""
 
 
-def is_outermost(optimizer: torch.optim.Optimizer) -> bool:
+def is_outermost(optimizer: Optimizer) -> bool:
     """Tell, in a hook of a step, whether the step is one that the trainer called.
 
     torch calls the hooks around each class's ``step``: where one calls that of its base, twice for one step. Frames
@@ -99,10 +101,10 @@ def is_outermost(optimizer: torch.optim.Optimizer) -> bool:
     return around < 2
 
 
-def after_each_step(optimizer: torch.optim.Optimizer, act: Callable[[], Any]) -> RemovableHandle:
+def after_each_step(optimizer: Optimizer, act: Callable[[], Any]) -> RemovableHandle:
     """Call ``act`` once behind every step that the trainer calls, by whatever steps it is made of."""
 
-    def behind(stepped: torch.optim.Optimizer, *_: Any) -> None:
+    def behind(stepped: Optimizer, *_: Any) -> None:
         if is_outermost(stepped):
             act()
 

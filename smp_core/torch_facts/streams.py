@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def run_behind(device: torch.device) -> bool:
@@ -28,17 +29,17 @@ def pinned_bytes(n_bytes: int) -> int:
     return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
-def used_here(tensor: torch.Tensor) -> None:
+def used_here(tensor: Tensor) -> None:
     """Keep the memory of ``tensor``, which is another stream's, until the present stream has done what it was given."""
     if run_behind(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream())
 
 
-def on_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def on_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the host's numbers on ``device``, without waiting for it, as ``torch.tensor(..., device=device)`` does."""
     return moved_to(device, torch.tensor(values, dtype=dtype))
 
 
-def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a tensor of the host on ``device``, without waiting for it, as ``tensor.to(device)`` does."""
     return tensor.pin_memory().to(device, non_blocking=True) if run_behind(device) else tensor

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class NotJoinable(ValueError):
     """The refusal to join batches whose tensors differ in more than their first dim."""
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a nest of mappings, sequences and dataclass-like objects, in order."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
         return [tensor for key in batch for tensor in tensors_of(batch[key])]
@@ -28,9 +29,9 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return []
 
 
-def map_batch(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch with every tensor changed; what is no tensor stays."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
         changed = {key: map_batch(value, change) for key, value in batch.items()}
@@ -49,10 +50,13 @@ def sample_hashes(batch: Any) -> list[str]:
     samples = tensors[0].shape[0]
     if any(tensor.shape[0] != samples for tensor in tensors):
         return [_hash(tensors)]
-    return [_hash(tensor[index] for tensor in tensors) for index in range(samples)]
+    hashes = []
+    for index in range(samples):
+        hashes.append(_hash(tensor[index] for tensor in tensors))
+    return hashes
 
 
-def _hash(tensors: Iterable[torch.Tensor]) -> str:
+def _hash(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         # Dtype and shape too: equal bytes of another shape are another sample.
@@ -71,12 +75,15 @@ def join(batches: Sequence[Any]) -> Any:
     first = batches[0]
     if len(batches) == 1:
         return first
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         return _join_tensors(batches)
     if isinstance(first, Mapping):
         if any(set(batch) != set(first) for batch in batches):
             raise NotJoinable("the ranks' batches have different keys")
-        return _like(first, {key: join([batch[key] for batch in batches]) for key in first})
+        joined = {}
+        for key in first:
+            joined[key] = join([batch[key] for batch in batches])
+        return _like(first, joined)
     if isinstance(first, (list, tuple)):
         if not tensors_of(first):  # a list of names, one for each sample
             return _like(first, [value for batch in batches for value in batch])
@@ -86,7 +93,7 @@ def join(batches: Sequence[Any]) -> Any:
     return first
 
 
-def _join_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_tensors(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if first.ndim == 0:
         return first  # a number that belongs to no sample

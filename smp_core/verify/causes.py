@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from smp_core.verify.activations import STEP
 from smp_core.verify.compare import Comparison, Part, gradient_differences, losses_of, norm, updates
@@ -264,12 +265,12 @@ def _of_metrics(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
         )
 
 
-def _is_rounded(tensor: torch.Tensor) -> bool:
+def _is_rounded(tensor: Tensor) -> bool:
     """Return whether a tensor of a finer dtype holds values of bfloat16."""
     return tensor.is_floating_point() and tensor.numel() > 8 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
 
 
-def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _factor(ours: Tensor, theirs: Tensor) -> float:
     """Return k for which ours is k times theirs; nan where it is no multiple."""
     size = norm(theirs)
     if size == 0.0:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smp_core.verify.recorder import refuse
 from smp_core.verify.request import Request, requested
@@ -83,20 +84,20 @@ def prepare() -> None:
 
 def _stay_in_float64() -> None:
     """Let float64 tensors stay what they are where code asks for float32, as norms and losses of Transformers do."""
-    own_float, own_to = torch.Tensor.float, torch.Tensor.to
+    own_float, own_to = Tensor.float, Tensor.to
 
-    def as_float(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if tensor.dtype == torch.float64 else own_float(tensor, *args, **kwargs)
 
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype == torch.float64:
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return own_to(tensor, *args, **kwargs)
 
-    torch.Tensor.float, torch.Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
-    for place in (torch, torch.Tensor, torch.nn.functional):
+    Tensor.float, Tensor.to = as_float, to  # type: ignore[method-assign, assignment]
+    for place in (torch, Tensor, torch.nn.functional):
         for name in _WITH_DTYPE:
             if hasattr(place, name):
                 setattr(place, name, _keeping_float64(getattr(place, name)))
@@ -106,10 +107,10 @@ _WITH_DTYPE = ("sum", "mean", "prod", "cumsum", "softmax", "log_softmax")
 """Functions that compute in the dtype they are told: float32 in eager attention and in label smoothing."""
 
 
-def _keeping_float64(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _keeping_float64(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def keeping(tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        is_double = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64
+    def keeping(tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
+        is_double = isinstance(tensor, Tensor) and tensor.dtype == torch.float64
         if is_double and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         return original(tensor, *args, **kwargs)

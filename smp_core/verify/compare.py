@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
+from torch import Tensor
 
 from smp_core.verify.activations import Moments, Place, difference, in_fewer_calls, over_ranks
 from smp_core.verify.recorder import Record
@@ -173,12 +173,12 @@ def _row_of_order(consumed: Sequence[Counter[str]], total: int, natural: Sequenc
 # Step 1: weights, activations, loss, gradients
 
 
-def norm(tensor: torch.Tensor) -> float:
+def norm(tensor: Tensor) -> float:
     """Return the 2-norm of a tensor of any dtype, in float64."""
     return float(tensor.double().norm())
 
 
-def _is_float(tensor: torch.Tensor) -> bool:
+def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
 
 
@@ -325,7 +325,7 @@ def _last_in_forward(names: Sequence[str], events: Sequence[Moments]) -> str:
 
 
 def gradient_differences(
-    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: Tolerance
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: Tolerance
 ) -> dict[str, float]:
     """Return how far each gradient is off, relative to its norm. Gradients that are rounding are held against what
     others are."""
@@ -340,7 +340,7 @@ def gradient_differences(
     return off
 
 
-def root_mean_square(tensors: Iterable[torch.Tensor]) -> float:
+def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Return that of all elements of several tensors."""
     given = list(tensors)
     elements = sum(tensor.numel() for tensor in given)
@@ -350,15 +350,15 @@ def root_mean_square(tensors: Iterable[torch.Tensor]) -> float:
 # Later steps
 
 
-def updates(weights: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def updates(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what training has changed in each floating-point tensor, in float64."""
     return {name: value.double() - start[name].double() for name, value in weights.items() if _is_float(value)}
 
 
 def weight_differences(
-    ours: Mapping[str, torch.Tensor],
-    theirs: Mapping[str, torch.Tensor],
-    start: Mapping[str, torch.Tensor],
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """Return how far each weight is off, relative to the norm of what training changed in it."""
     changes = updates(theirs, start)
@@ -411,7 +411,10 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
     first = ranks[0]
-    names = [name for name in first.buffers if not all(_same_buffer(record, first, name) for record in ranks)]
+    names = []
+    for name in first.buffers:
+        if not all(_same_buffer(record, first, name) for record in ranks):
+            names.append(name)
     if names:
         words = f"{len(names)} buffers differ between ranks: {_names(names)}"
         row = Row("buffers", words, agrees=False)

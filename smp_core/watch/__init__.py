@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         report_equal_terms as report_equal_terms,
         synchronize_metrics as synchronize_metrics,
     )
-    from smp_core.watch.explanations import explain as explain, explain_uncaught_errors as explain_uncaught_errors
     from smp_core.watch.joined import (
         JoinedLoader as JoinedLoader,
         count_samples as count_samples,

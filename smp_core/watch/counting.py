@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.checkpoint import map_tensors
 from smp_core.cluster import SmpMesh
@@ -29,27 +30,27 @@ logger = logging.getLogger("smp")
 _reported: set[str] = set()
 
 
-def gather_with_gradient(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Stack the tensors of all ranks of ``group``, which have one shape; gradients are added up over them. Collective,
     in backward too.
 
     Returns:
         [ranks, *tensor.shape]
     """
-    gathered: torch.Tensor = _Gather.apply(tensor, group)
+    gathered: Tensor = _Gather.apply(tensor, group)
     return gathered
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         stacked = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
         dist.all_gather(list(stacked), tensor.contiguous(), group=group)
         return stacked
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _SumOwn.apply(gradient, ctx.group), None
 
 
@@ -57,18 +58,18 @@ class _SumOwn(torch.autograd.Function):
     """The sum over ranks of the row that is this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, stacked: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = stacked.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total[dist.get_rank(group)].clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _Gather.apply(gradient, ctx.group), None
 
 
-def report_equal_terms(tensor: torch.Tensor, mesh: SmpMesh, what: str, instead: str) -> None:
+def report_equal_terms(tensor: Tensor, mesh: SmpMesh, what: str, instead: str) -> None:
     """Compare the terms of a sum over ranks, as long as nothing was reported. Collective over those that hold different
     tokens, where ranks share sequences; arguments as in :func:`report_equal_parts`."""
     if mesh.context_degree == 1 or what in _reported:
@@ -79,7 +80,7 @@ def report_equal_terms(tensor: torch.Tensor, mesh: SmpMesh, what: str, instead: 
     report_equal_parts(parts, mesh, what, instead)
 
 
-def report_equal_parts(parts: Sequence[torch.Tensor], mesh: SmpMesh, what: str, instead: str) -> None:
+def report_equal_parts(parts: Sequence[Tensor], mesh: SmpMesh, what: str, instead: str) -> None:
     """Warn once where all ranks that share a sequence counted the same number, which are added up.
 
     Args:
@@ -143,7 +144,7 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
 def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
     if mesh.pipeline_degree == 1:
         return
-    carried = [map_tensors(dict(metric.metric_state), torch.Tensor.cpu)]
+    carried = [map_tensors(dict(metric.metric_state), Tensor.cpu)]
     dist.broadcast_object_list(carried, group=mesh.column.host, group_src=mesh.pipeline_degree - 1)
     for name, value in map_tensors(carried[0], lambda tensor: tensor.to(metric.device)).items():
         setattr(metric, name, value)
@@ -162,7 +163,7 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
         if not kinds:
             continue
         dtype = functools.reduce(torch.promote_types, [kind[0] for kind in kinds])
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             setattr(metric, name, value.to(dtype))
         elif value:
             setattr(metric, name, [each.to(dtype) for each in value])
@@ -172,12 +173,12 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
 
 def _kind_of(state: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
     first = state[0] if isinstance(state, list) and state else state
-    return (first.dtype, tuple(first.shape[1:])) if isinstance(first, torch.Tensor) else None
+    return (first.dtype, tuple(first.shape[1:])) if isinstance(first, Tensor) else None
 
 
-def _gather_state(tensor: torch.Tensor, group: Any, *, mesh: SmpMesh, what: str) -> list[torch.Tensor]:
+def _gather_state(tensor: Tensor, group: Any, *, mesh: SmpMesh, what: str) -> list[Tensor]:
     gather: Any = sys.modules["torchmetrics"].utilities.distributed.gather_all_tensors
-    parts: list[torch.Tensor] = gather(tensor, group)
+    parts: list[Tensor] = gather(tensor, group)
     instead = "metric.process_group = trainer.strategy.data_group, in on_fit_start (accelerator.data_group)"
     report_equal_parts(parts, mesh, what, instead)
     return parts

@@ -18,6 +18,7 @@ for exceptions but the interpreter's own.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -75,7 +76,6 @@ class RankWatch:
         self.meetings = Meetings(rank, world_size, boards[0], interval)
         self.boards = boards
         self._waits = WaitWatch(rank, world_size, interval, here, self._say)
-        self._windows = ComparedWindows(rank, interval, here.compared)
         self._beats = 0
         self._runs = 0
         self._failure: str | None = None
@@ -176,6 +176,10 @@ class RankWatch:
         self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with ignoring_sigterm():
             return self._find_out()
+
+    @functools.cached_property
+    def _windows(self) -> ComparedWindows:
+        return ComparedWindows(self.rank, self.interval, here.compared)
 
     def _find_difference(self) -> str | None:
         found = self._windows.difference(self.boards, self._runs)

@@ -251,7 +251,8 @@ class Board:
 
     def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
         """Return the last sign of life of each of ``ranks``, as it was set for the key ``beat/RANK``."""
-        return [sign or NO_SIGN for sign in self._ask("get", [f"beat/{rank}" for rank in ranks])]
+        keys = [f"beat/{rank}" for rank in ranks]
+        return [sign or NO_SIGN for sign in self._ask("get", keys)]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key, amount))

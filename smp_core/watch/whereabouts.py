@@ -38,8 +38,10 @@ _ACTIVITIES = {
     os.path.join("smp_core", "checkpoint", ""): "a checkpoint",
 }
 _COMMUNICATION = (
-    *(os.path.join("torch", "distributed", name) for name in ("distributed_c10d", "_functional_collectives")),
-    *(os.path.join("smp_core", place, "") for place in ("comm", "codecs")),
+    os.path.join("torch", "distributed", "distributed_c10d"),
+    os.path.join("torch", "distributed", "_functional_collectives"),
+    os.path.join("smp_core", "comm", ""),
+    os.path.join("smp_core", "codecs", ""),
 )
 _MARK = "waiting"
 # Looks, one in each interval, without a new sign of life after which a rank is said to give none, and after which

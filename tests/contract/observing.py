@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from smp_core.comm.deferred import Deferred
 from smp_core.sharding.fsdp import at_end_of_backward, backward_pass, forget_passes
-from smp_core.sharding.fsdp.generation import group_of
+from smp_core.sharding.fsdp.internals import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 
 Seen = dict[str, Any]

@@ -29,9 +29,24 @@ def test_code_is_counted_without_docstrings_comments_and_indentation() -> None:
     assert size_of(TEXT).comments_per_100_lines == 50
 
 
+DENSE = """
+names = {key: [each.name for each in values] for key, values in found.items()}
+for key in [key for key in names]:
+    kept = [key for key in names]
+if any(name for name in names) and all(name for name in names):
+    pass
+"""
+
+
+def test_statements_with_several_comprehensions_are_counted() -> None:
+    """Nested ones and those side by side; the loop has one in its own line and one in its body."""
+    assert size_of(DENSE).dense == 2
+
+
 def test_the_product_has_no_more_tokens_a_line_and_no_fewer_comments_than_the_file_says() -> None:
     committed = json.loads(RESULTS.read_text(encoding="utf-8"))["after"]["product"]
     now = total(by_room(ROOT))
     what = "say it in more lines (one comprehension or ternary a statement, intermediates with names)"
     assert now.tokens_per_line <= committed["tokens_per_line"] + TOLERANCE, what
     assert now.comments_per_100_lines >= committed["comments_per_100_lines"] - TOLERANCE, "say why, in comments"
+    assert now.dense <= committed["dense_statements"], "a statement has several comprehensions: " + what

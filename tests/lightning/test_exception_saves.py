@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_smp.exception_saves import exception_checkpoints, take_over_exception_saves
+from lightning_smp.processes import exception_checkpoints, take_over_exception_saves
 from smp_core.checkpoint import read_manifest
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_smp import JoinedLoader, SmpMonitor
-from lightning_smp.batches import require_joined_alone
+from lightning_smp.uneven import require_joined_alone
 from tests.core.models import LENGTH, VOCABULARY
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank, token_rows

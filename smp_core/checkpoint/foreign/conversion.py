@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from smp_core.checkpoint.dtypes import torch_dtype
 from smp_core.checkpoint.folders.addresses import local_path
@@ -189,10 +190,10 @@ def _regular(file: Path, limit: int | None = None) -> Path:
     return there
 
 
-def _loader(path: Path, key: str) -> Callable[[], torch.Tensor]:
-    def load() -> torch.Tensor:
+def _loader(path: Path, key: str) -> Callable[[], Tensor]:
+    def load() -> Tensor:
         with safe_open(path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(key)
+            tensor: Tensor = file.get_tensor(key)
         return tensor
 
     return load
@@ -216,7 +217,7 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
-    if all(isinstance(value, torch.Tensor) for value in content.values()):
+    if all(isinstance(value, Tensor) for value in content.values()):
         return {"state_dict": content}
     return content
 

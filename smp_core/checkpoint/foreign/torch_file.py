@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from smp_core.checkpoint.foreign.inert_pickle import Global, Made, Persistent, read_inert
 from smp_core.checkpoint.layout import CheckpointError
@@ -59,8 +60,8 @@ class TorchFile:
     def __init__(self, path: str | os.PathLike[str], content: Any) -> None:
         self.path = Path(path)
         self.leaves: list[Any] = []
-        self._placeholders: list[torch.Tensor] = []
-        self._known: dict[Any, torch.Tensor] = {}
+        self._placeholders: list[Tensor] = []
+        self._known: dict[Any, Tensor] = {}
         skeleton = map_tensors(content, self._room)
         with open(path, "xb") as file, torch.serialization.skip_data():
             torch.save(skeleton, file)
@@ -71,7 +72,7 @@ class TorchFile:
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (closed in close)
         self._checksums: dict[str, int] = {}
 
-    def _room(self, leaf: torch.Tensor | LazyTensor) -> torch.Tensor:
+    def _room(self, leaf: Tensor | LazyTensor) -> Tensor:
         key: Any = id(leaf)
         if isinstance(leaf, LazyTensor):
             key = key if leaf.tie is None else ("tie", leaf.tie)
@@ -90,7 +91,7 @@ class TorchFile:
             self._directory_start = archive.start_dir
         return [found[number] for number in sorted(found)]
 
-    def fill(self, number: int, tensor: torch.Tensor) -> None:
+    def fill(self, number: int, tensor: Tensor) -> None:
         """Write the unsharded value of ``leaves[number]``.
 
         Raises:
@@ -147,7 +148,7 @@ def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
 
 
 def stream_torch_save(
-    path: str | os.PathLike[str], content: Any, whole: Callable[[Any], torch.Tensor], advance: Callable[[int], None]
+    path: str | os.PathLike[str], content: Any, whole: Callable[[Any], Tensor], advance: Callable[[int], None]
 ) -> None:
     """Write ``torch.save(content, path)`` with one tensor in memory at a time.
 

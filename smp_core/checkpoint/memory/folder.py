@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor
 
 from smp_core.checkpoint.folders.addresses import is_address
 from smp_core.checkpoint.folders.file_system import host_id, release, remove_tree, try_lock
@@ -223,7 +224,7 @@ class NodeMemory:
         _write(temporary, data)
         os.rename(temporary, self.at(part, name))
 
-    def allocate(self, part: str, size: int) -> torch.Tensor:
+    def allocate(self, part: str, size: int) -> Tensor:
         """Make a part's file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared
         memory. What jobs that have ended left is removed where there is too little, the oldest first.
 
@@ -251,7 +252,7 @@ class NodeMemory:
                         "checkpoint.memory_every_n_steps out"
                     ) from None
 
-    def map(self, part: str) -> torch.Tensor:
+    def map(self, part: str) -> Tensor:
         """Return a part's file of tensors as a tensor of bytes, to be read only; links are refused."""
         descriptor = open_regular(self.at(part), TENSORS)
         try:
@@ -275,7 +276,7 @@ def _write(path: str, data: bytes) -> None:
         file.write(data)
 
 
-def _reserve(path: str, size: int) -> torch.Tensor:
+def _reserve(path: str, size: int) -> Tensor:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         if size:  # reserved at once: to write to a page that cannot be had would end the process
@@ -288,7 +289,7 @@ def _reserve(path: str, size: int) -> torch.Tensor:
         os.close(descriptor)
 
 
-def _as_tensor(descriptor: int, size: int, access: int) -> torch.Tensor:
+def _as_tensor(descriptor: int, size: int, access: int) -> Tensor:
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(descriptor, size, prot=access)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.checkpoint.folders.file_system import new_save_id
 from smp_core.checkpoint.folders.storage import BLOCK_BYTES
@@ -226,6 +227,7 @@ class MemorySaver:
             buffer = io.BytesIO()
             torch.save(rest.plain, buffer)
             files[REST_PT] = buffer.getvalue()
+        layouts = [part.files[INDEX].digest for part in parts]
         manifest = Manifest(
             id=new_save_id(),
             created="",
@@ -233,7 +235,7 @@ class MemorySaver:
             world_size=self._ranks.size,
             meshes=staged.meshes,
             versions={},
-            metadata={**metadata, **on_disk, LAYOUTS: [part.files[INDEX].digest for part in parts]},
+            metadata={**metadata, **on_disk, LAYOUTS: layouts},
             algorithm=_ALGORITHM,
             files={name: record_of(content) for name, content in files.items()},
             index=INDEX,
@@ -262,7 +264,7 @@ class MemorySaver:
         before, number = self._before, self.slots.number
         size = parts[before].files[TENSORS].bytes
 
-        def room() -> list[torch.Tensor]:
+        def room() -> list[Tensor]:
             if before not in lonely:
                 return []
             slot = self._copies.get(number)
@@ -291,15 +293,15 @@ def record_of(content: bytes | memoryview) -> FileRecord:
     return FileRecord(len(content), digest.hexdigest(), 0, digest_of(b"", _ALGORITHM))
 
 
-def pieces(tensors: Sequence[torch.Tensor], piece_bytes: int = _PIECE_BYTES) -> list[torch.Tensor]:
+def pieces(tensors: Sequence[Tensor], piece_bytes: int = _PIECE_BYTES) -> list[Tensor]:
     """Cut bytes into messages."""
     return [part for tensor in tensors for part in tensor.split(piece_bytes) if len(part)]
 
 
 def exchange_copies(
-    sent: Sequence[torch.Tensor],
+    sent: Sequence[Tensor],
     to: int,
-    taken: Sequence[torch.Tensor],
+    taken: Sequence[Tensor],
     source: int,
     group: dist.ProcessGroup | None,
     piece_bytes: int = _PIECE_BYTES,

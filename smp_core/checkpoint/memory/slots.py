@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import Chunk, Index, TensorRecord
@@ -37,9 +38,9 @@ class Slot:
         views: of the slices in it; empty until they are asked for.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.views: dict[Place, torch.Tensor] = {}
+        self.views: dict[Place, Tensor] = {}
         self.is_pinned = False
 
     def pin(self, device: torch.device) -> None:
@@ -82,15 +83,15 @@ class SharedSlots(HostBuffers):
         self._folder = folder
         self._rank = rank
         self._slots: dict[int, Slot] = {}
-        self._sharded: dict[str, torch.Tensor] = {}
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sharded: dict[str, Tensor] = {}
+        self._later: list[tuple[Tensor, Tensor]] = []
         self._versions: dict[str, int] = {}
         self._staged_at: torch.Event | None = None
         self._ranges: dict[Place, tuple[int, int]] = {}
         self._indexed: tuple[Any, Any, bytes] | None = None
 
     @property
-    def memory(self) -> torch.Tensor:
+    def memory(self) -> Tensor:
         """The newest state's file."""
         return self._slots[self.number].memory
 
@@ -103,13 +104,13 @@ class SharedSlots(HostBuffers):
         """Turn to the other file; its manifest is to be gone before anything is staged."""
         self.number = 1 - self.number
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy what may change before the optimizer steps; :meth:`copy_rest` copies what may not."""
         waiting = {name: tensor for name, tensor in tensors.items() if name.startswith(self.later)}
         self._sharded = {name: tensor for name, tensor in waiting.items() if isinstance(tensor, DTensor)}
         return super().fill(tensors)
 
-    def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+    def _hosts(self, sources: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
         if self._hosts_of is not self.layout:
             self._hosts_of, self._ranges = self.layout, _ranges(sources)
             for slot in self._slots.values():
@@ -127,7 +128,7 @@ class SharedSlots(HostBuffers):
                 slot.views[place] = slot.memory[begin:end].view(source.dtype).view(source.shape)
         return slot.views
 
-    def _make_room(self, number: int, size: int, sources: Mapping[Place, torch.Tensor]) -> None:
+    def _make_room(self, number: int, size: int, sources: Mapping[Place, Tensor]) -> None:
         slot = self._slots.get(number)
         if slot is not None and len(slot.memory) == size:
             return
@@ -143,8 +144,8 @@ class SharedSlots(HostBuffers):
         for slot in self._slots.values():
             slot.unpin()
 
-    def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
-        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _copy(self, sources: Mapping[Place, Tensor], hosts: Mapping[Place, Tensor]) -> None:
+        now: list[tuple[Tensor, Tensor]] = []
         self._later = []
         for place, source in sources.items():
             (self._later if place[0] in self._sharded else now).append((hosts[place], source))
@@ -194,7 +195,7 @@ class SharedSlots(HostBuffers):
         return content
 
 
-def _ranges(sources: Mapping[Place, torch.Tensor]) -> dict[Place, tuple[int, int]]:
+def _ranges(sources: Mapping[Place, Tensor]) -> dict[Place, tuple[int, int]]:
     """Lay slices one behind the other; return where each begins and ends in the file."""
     ranges, end = {}, 0
     for place, source in sources.items():

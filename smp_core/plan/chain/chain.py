@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 Place = int | str
 """Of an argument: its position, or its keyword."""
@@ -75,11 +75,13 @@ class Chain:
 
         numbers = range(count)
         blocks = tuple(f"{within}.{number}" for number in numbers)
-        parameters = tuple(tuple(of_block(name, number) for name in self.of_blocks[0]) for number in numbers)
+        parameters = []
+        for number in numbers:
+            parameters.append(tuple(of_block(name, number) for name in self.of_blocks[0]))
         outside = [(name, place) for name, place in self.buffers if place in (-1, None)]
         of_first = [name for name, place in self.buffers if place == 0]
         of_all = [(of_block(name, number), number) for number in numbers for name in of_first]
-        return replace(self, blocks=blocks, of_blocks=parameters, buffers=(*outside, *of_all))
+        return replace(self, blocks=blocks, of_blocks=tuple(parameters), buffers=(*outside, *of_all))
 
     def inside(self, module: str) -> Chain:
         """Return the chain with the names of a model that holds this one as ``module``; "": it is this one."""
@@ -89,6 +91,8 @@ class Chain:
         def named(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(f"{module}.{name}" for name in names)
 
+        stand_ins = [replace(each, name=f"{module}.{each.name}") for each in self.stand_ins]
+        buffers = [(f"{module}.{name}", place) for name, place in self.buffers]
         return replace(
             self,
             module=f"{module}.{self.module}".removesuffix("."),
@@ -96,8 +100,8 @@ class Chain:
             before=named(self.before),
             of_blocks=tuple(map(named, self.of_blocks)),
             after=named(self.after),
-            stand_ins=tuple(replace(each, name=f"{module}.{each.name}") for each in self.stand_ins),
-            buffers=tuple((f"{module}.{name}", place) for name, place in self.buffers),
+            stand_ins=tuple(stand_ins),
+            buffers=tuple(buffers),
         )
 
 
@@ -115,13 +119,13 @@ def with_argument(
     return args, {**kwargs, place: value}
 
 
-def given_by(output: Any, gives: tuple[int, int] | None) -> torch.Tensor:
+def given_by(output: Any, gives: tuple[int, int] | None) -> Tensor:
     """Return the chain's tensor of what a block gave."""
-    found: torch.Tensor = output if gives is None else output[gives[0]]
+    found: Tensor = output if gives is None else output[gives[0]]
     return found
 
 
-def with_output(output: Any, gives: tuple[int, int] | None, value: torch.Tensor) -> Any:
+def with_output(output: Any, gives: tuple[int, int] | None, value: Tensor) -> Any:
     """Return what a block gave with another tensor for the chain's."""
     if gives is None:
         return value

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
     FakeTensor,
     FakeTensorMode,
@@ -32,7 +32,7 @@ def with_fake_values(model: nn.Module, refusal: str) -> Iterator[None]:
     if not places:
         yield
         return
-    fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
+    fakes: dict[Tensor, Tensor] = {}  # tied ones stay tied
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for _, _, tensor in places:
         if tensor not in fakes:
@@ -58,7 +58,7 @@ def is_played(module: nn.Module) -> bool:
     return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
         fake = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint import iterate_tensors
@@ -27,7 +27,7 @@ from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffer
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
 from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
-from smp_core.plan.routers import without_router_loss
+from smp_core.plan.experts import without_router_loss
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.units import WrapPlan
 from smp_core.torch_facts import is_compiled, lies_in
@@ -97,7 +97,10 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
     reached = set().union(*segments)
     for block, segment in zip(first.order, segments[1:-1], strict=True):
         segment |= set(block.parameters()) - reached
-    before, *of_blocks, after = ([names[p] for p in names if p in segment] for segment in segments)
+    named = []
+    for segment in segments:
+        named.append([name for parameter, name in names.items() if parameter in segment])
+    before, *of_blocks, after = named
     _require_own(first.order, before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)
     stand_ins = find_stand_ins(model, first.early, set(before) - set(after), names, refusal)
@@ -157,7 +160,7 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
         if len(lists) > 1:
             in_lists += lists
     numbered = [name for name in kinds if name.rpartition(".")[2].isdecimal()]
-    mixed = [names for names in _in_lists(numbered) if len({kinds[name] for name in names}) > 1]
+    mixed = [names for names in _in_lists(numbered) if len(set(map(kinds.__getitem__, names))) > 1]
     found = [*sorted([*mixed, *of_kinds], key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
     several = [names for names in found if len(names) > 1]
     return several or [found[0] if found else []]
@@ -176,7 +179,10 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
     if len(blocks) < 2:
         raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
     roots = [unit.name for unit in units.units if unit.is_root]
-    holding = [root for root in roots if all(lies_in(block, root) for block in blocks)]
+    holding = []
+    for root in roots:
+        if all(lies_in(block, root) for block in blocks):
+            holding.append(root)
     if len(holding) != 1:
         raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
     (root,) = holding
@@ -237,8 +243,8 @@ class _Calls:
     module: nn.Module
     blocks: dict[nn.Module, str]
     order: list[nn.Module] = field(default_factory=list)
-    takes: list[dict[Place, torch.Tensor]] = field(default_factory=list)
-    gives: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    takes: list[dict[Place, Tensor]] = field(default_factory=list)
+    gives: list[dict[int, Tensor]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     kind: type = tuple
     early: list[Early] = field(default_factory=list)
@@ -258,18 +264,18 @@ class _Calls:
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.order.append(block)
-        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, torch.Tensor)})
+        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, Tensor)})
 
     def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
         several = isinstance(output, (tuple, list))
         self.sizes.append(len(output) if several else 0)
         self.kind = type(output) if several else tuple
         given = enumerate(output if several else [output])
-        self.gives.append({place: value for place, value in given if isinstance(value, torch.Tensor)})
+        self.gives.append({place: value for place, value in given if isinstance(value, Tensor)})
 
     def _note_early(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.order:
-            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, torch.Tensor)), None)
+            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, Tensor)), None)
             self.early.append((module, taken, output))
 
 
@@ -321,8 +327,8 @@ class _Cuts:
 
     def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
         self._blocks, self._takes, self._gives = calls.order, takes, gives
-        self._entering: torch.Tensor | None = None
-        self._given: list[torch.Tensor] = []
+        self._entering: Tensor | None = None
+        self._given: list[Tensor] = []
         self.early: set[Any] = set()
         self.visited: set[Any] = set()
         self.taken: list[set[nn.Parameter]] = [set() for _ in range(len(self._blocks) + 2)]
@@ -380,12 +386,12 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         # Not attributes, which stages know of all parameters.
-        if isinstance(made, (torch.Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
+        if isinstance(made, (Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
             self._cuts.note([args, kwargs], made)
         return made
 
 
-def _reached(tensors: Iterable[torch.Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
+def _reached(tensors: Iterable[Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
     """Return the parameters that gradients of these tensors come to.
 
     Args:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.plan.chain.chain import StandIn
 
-Early = tuple[nn.Module, torch.Tensor | None, Any]
+Early = tuple[nn.Module, Tensor | None, Any]
 """(module, the first tensor that it took, what it gave)."""
 
 
@@ -45,9 +44,9 @@ def find_stand_ins(
             )
 
 
-def _stand_in(name: str, module: nn.Module, taken: torch.Tensor | None, output: Any, refusal: str) -> StandIn:
+def _stand_in(name: str, module: nn.Module, taken: Tensor | None, output: Any, refusal: str) -> StandIn:
     # Only what gives what it is expected to: a subclass may take something else than tokens or features.
-    if taken is not None and isinstance(output, torch.Tensor):
+    if taken is not None and isinstance(output, Tensor):
         if isinstance(module, nn.Embedding) and output.shape == (*taken.shape, module.embedding_dim):
             return StandIn(name, module.embedding_dim)
         if isinstance(module, nn.Linear) and output.shape == (*taken.shape[:-1], module.out_features):
@@ -68,4 +67,4 @@ def is_nest_of_tensors(value: Any) -> bool:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return all(map(is_nest_of_tensors, value))
-    return value is None or isinstance(value, (torch.Tensor, int, float, str))
+    return value is None or isinstance(value, (Tensor, int, float, str))

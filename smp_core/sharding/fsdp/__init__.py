@@ -19,7 +19,10 @@ if TYPE_CHECKING:
         given_units as given_units,
         partial_sum_bytes as partial_sum_bytes,
     )
-    from smp_core.sharding.fsdp.calls import Calls as Calls, in_a_call as in_a_call
+    from smp_core.sharding.fsdp.calls import (
+        Calls as Calls,
+        in_a_call as in_a_call,
+    )
     from smp_core.sharding.fsdp.internals import require_internals as require_internals
     from smp_core.sharding.fsdp.passes import (
         FAILED_PASS as FAILED_PASS,
@@ -29,8 +32,13 @@ if TYPE_CHECKING:
         outermost_pass as outermost_pass,
         reshard as reshard,
     )
-    from smp_core.sharding.fsdp.uncalled import explain_uncalled as explain_uncalled, name_uncalled as name_uncalled
-    from smp_core.sharding.fsdp.units import ShardedUnit as ShardedUnit, Slot as Slot, passing_by as passing_by
+    from smp_core.sharding.fsdp.units import (
+        ShardedUnit as ShardedUnit,
+        Slot as Slot,
+        explain_uncalled as explain_uncalled,
+        name_uncalled as name_uncalled,
+        passing_by as passing_by,
+    )
     from smp_core.sharding.fsdp.wrapping import apply_fsdp_options as apply_fsdp_options, shard_units as shard_units
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.comm import Traffic
 from smp_core.plan import PlannedUnit, WrapPlan
-from smp_core.sharding.fsdp.generation import group_of, groups_of, state_of
+from smp_core.sharding.fsdp.internals import group_of, groups_of, state_of
 from smp_core.sharding.fsdp.param_group import GivenPolicy, one_shard_each
-from smp_core.sharding.fsdp.passes import Passes
-from smp_core.sharding.fsdp.reduction_order import ReductionOrder
+from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 

@@ -37,8 +37,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.fsdp.generation import group_of
-from smp_core.sharding.fsdp.internals import generation
+from smp_core.sharding.fsdp.internals import generation, group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit

@@ -2,7 +2,7 @@
 
 This file is for the newest FSDP2 (torch >= 2.15), in which gradients accumulate on the unsharded parameter.
 ``param_group_2_13.py`` and ``param_group_2_11.py`` override what differs in older ones, and go with them.
-``generation.py`` chooses by probing for names. :mod:`smp_core.sharding.fsdp.internals` lists every private name, with
+:mod:`smp_core.sharding.fsdp.internals` chooses by probing for names, and lists every private name, with
 its reason.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -188,11 +188,11 @@ class ParamGroup:
         the pass, beside the sums that they were added to. The hook has told its stream that it reads them."""
         self._group._all_reduce_state = None
 
-    def hand_over(self, index: int, gradient: torch.Tensor) -> None:
+    def hand_over(self, index: int, gradient: Tensor) -> None:
         """Make ``gradient``, in :meth:`sum_dtype`, what FSDP2 reduces next for the parameter."""
         self.members[index]._unsharded_param.grad = gradient
 
-    def sharded_gradient(self, index: int, local: torch.Tensor) -> DTensor:
+    def sharded_gradient(self, index: int, local: Tensor) -> DTensor:
         """Return this rank's part of a parameter's gradient as a DTensor like the parameter. ``DTensor.from_local``
         takes ten times as long, for each parameter in each step."""
         gradient: DTensor = self.members[index].to_sharded_dtensor(local)
@@ -227,7 +227,7 @@ def _outside_of_inner_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]
 def one_shard_each(groups: Sequence[ParamGroup]) -> None:
     """Let a parameter that two groups manage, because it was tied after they were sharded, have one shard: where its
     rows do not divide evenly each group would pad a copy of its own, and gather that one for ever."""
-    shards: dict[nn.Parameter, torch.Tensor] = {}
+    shards: dict[nn.Parameter, Tensor] = {}
     for group in groups:
         group.shards_changed()
         shards |= {member.sharded_param: member._sharded_param_data for member in group.members}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.codecs import RowCodec
@@ -40,7 +40,7 @@ def _travelling(kind: Any) -> type:
 class _Travelling:
     """Answers to what FSDP2 asks about the local tensor of such a parameter."""
 
-    def __init__(self, member: Any, gather: WeightGather, shard: torch.Tensor | None = None) -> None:
+    def __init__(self, member: Any, gather: WeightGather, shard: Tensor | None = None) -> None:
         self._member, self._gather, self._shard = member, gather, shard
 
     def size(self) -> torch.Size:
@@ -54,14 +54,14 @@ class _Travelling:
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         shard = self._member._sharded_param_data if self._shard is None else self._shard
         payload, inverse_scale = self._gather.pack(shard.view(self.size()))
         return (payload,), (inverse_scale,)
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         if isinstance(out, DTensor):
             out = out.to_local()  # of a layer that is split over tensor ranks
         weight = self._gather.unpack(gathered[0], metadata[0], _gathered_size(self._member.sharded_param), dtype, out)
@@ -138,7 +138,7 @@ class _Coded:
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
+    ) -> tuple[tuple[Tensor, ...], None]:
         if self._member.sharded_param.requires_grad:
             name = self.local.coder.name
             raise ValueError(
@@ -149,8 +149,8 @@ class _Coded:
         return (self.local.codes,), None
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         (codes,) = gathered
         decoded = out
         if decoded is None:

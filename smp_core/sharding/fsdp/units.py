@@ -1,22 +1,29 @@
-"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole."""
+"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole; and errors where one is not called.
+
+A unit's parameters are gathered when its module is called. Who reads ``self.projection.weight`` and computes with it
+instead, or calls another method than forward, meets shards, and torch's complaint about mixed tensors. It is found by
+what it says, and by whose forward was running; no public exception tells it apart.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.codecs import RowCodec
 from smp_core.plan import Plan
-from smp_core.sharding.fsdp.generation import group_of
-from smp_core.sharding.fsdp.passes import FAILED_PASS, Passes, backward_pass
-from smp_core.sharding.fsdp.reduction_order import ReductionOrder
+from smp_core.sharding.fsdp.internals import group_of
+from smp_core.sharding.fsdp.passes import FAILED_PASS, Passes, ReductionOrder, backward_pass
 from smp_core.sharding.fsdp.travelling import store_as_codes
 
 
@@ -425,7 +432,10 @@ class ShardedUnit:
 def passing_by(units: Iterable[ShardedUnit], parameters: Container[str]) -> Iterator[None]:
     """Tell units all of whose parameters are named that backward passes inside do not come through them, on any
     rank."""
-    passed = [unit for unit in units if all(name in parameters for name in unit.parameter_names)]
+    passed = []
+    for unit in units:
+        if all(name in parameters for name in unit.parameter_names):
+            passed.append(unit)
     for unit in passed:
         unit.is_passed_by = True
     try:
@@ -441,3 +451,70 @@ def _wrapped(tensor: DTensor) -> torch.Tensor:
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
     return next(part for part in parts if isinstance(part, torch.Tensor))
+
+
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
+    """Let errors of the roots' forwards say which unit was computed with and not called."""
+
+    @torch.compiler.disable
+    def look(*_: Any) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, RuntimeError):
+            name_uncalled(error, units)
+
+    for unit in units:
+        if unit.is_root:
+            # Torch calls these while the error is on its way, and takes no other in its place: so it gets our words.
+            unit.module.register_forward_hook(look, always_call=True)
+
+
+def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
+    """Put words into torch's error, if it came from the parameters of a unit that was not called."""
+    if _MIXED not in str(error) or not str(error).startswith("aten."):
+        return
+    frames = [frame for frame in _frames(error.__traceback__) if isinstance(frame.f_locals.get("self"), nn.Module)]
+    if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
+        error.args = (
+            "a parameter was parametrized before its unit was called, as PEFT's target_parameters do in each forward; "
+            "make the unit a module around both, such as the decoder layer (the default): units=[...] without the "
+            f"parametrized module. Torch said: {error}",
+        )
+        return
+    for frame in reversed(frames):
+        module = frame.f_locals["self"]
+        own = next((unit for unit in units if unit.module is module and not unit.is_gathered()), None)
+        method = frame.f_code.co_name
+        if own is not None and method != "forward":
+            error.args = (
+                f"{type(module).__name__}.{method} was called, and the unit {own.name!r} is gathered for its "
+                f"forward only; write forward_methods=({_dotted(own.name, method)!r},). Torch said: {error}",
+            )
+            return
+    if not frames:
+        return
+    caller = frames[-1].f_locals["self"]
+    inside = set(caller.modules()) - {caller}
+    uncalled = [unit for unit in units if unit.module in inside and not unit.was_called and not unit.is_gathered()]
+    if uncalled:
+        names = ", ".join(repr(unit.name) for unit in uncalled)
+        n = 0
+        for unit in uncalled:
+            n = max(n, sum(p.numel() for p in unit.module.parameters()))
+        error.args = (
+            f"{type(caller).__name__}.{frames[-1].f_code.co_name} computed with parameters of a unit that it had not "
+            f"called ({names}), and a unit's parameters are gathered when it is called; call the module, or leave it "
+            f"out of the units: units=[...] without it, units.min_parameters above {n}. Torch said: {error}",
+        )
+
+
+def _dotted(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next

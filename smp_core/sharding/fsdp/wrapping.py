@@ -1,5 +1,10 @@
 """``fully_shard`` of the planned units, with our communication objects, and FSDP2's own options: how many units ahead
-gathers run, how many gradients wait for their reduction, a communicator of its own for reductions."""
+gathers run, how many gradients wait for their reduction, a communicator of its own for reductions.
+
+``fully_shard`` makes a module an object of a class with the bases (FSDPModule, the module's class), which Python
+refuses for ``class Block(ABC, nn.Module)`` and its like (:mod:`smp_core.torch_facts.modules` says why). Those get a
+class of our own, with that base before FSDPModule, which is allowed and needs no private name of torch's.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +26,11 @@ from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
 from smp_core.plan import Plan
-from smp_core.sharding.fsdp.class_layout import any_class
-from smp_core.sharding.fsdp.passes import Passes
-from smp_core.sharding.fsdp.reduction_order import ReductionOrder
+from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts import collective_timeout, is_absent
+from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, mixin_before
 
 
 def shard_units(
@@ -165,3 +168,34 @@ def _roots(model: nn.Module) -> Iterable[FSDPModule]:
         if isinstance(module, FSDPModule) and module not in inside:
             inside.update(module.modules())  # type: ignore[attr-defined]
             yield module
+
+
+_set_class = vars(object)["__class__"].__set__
+
+
+@contextlib.contextmanager
+def any_class(module: nn.Module) -> Iterator[None]:
+    """Let ``fully_shard`` in the lines inside take a module of any class."""
+    kind = type(module)
+    if base_without_dict(kind) is object:
+        yield
+        return
+
+    def take(module: nn.Module, sharded: type) -> None:
+        _set_class(module, _sharded(kind, sharded))  # type: ignore[arg-type]  # modules' classes are hashable
+
+    # Seen from outside the module keeps its class, and takes another one than it is given.
+    _set_class(module, type(kind.__name__, (kind,), {"__class__": property(lambda _: kind, take)}))
+    try:
+        yield
+    finally:
+        if not issubclass(type(module), FSDPModule):  # it was refused
+            _set_class(module, kind)
+
+
+@functools.cache
+def _sharded(kind: type, made: type) -> type:
+    """Return a class like the one that ``fully_shard`` has made of ``kind``: that is the third class in its order, too,
+    and FSDPModule's methods come before those of nn.Module."""
+    own = {"__deepcopy__": vars(made)["__deepcopy__"], "__module__": kind.__module__}
+    return type(made.__name__, (mixin_before(FSDPModule, kind), kind), own)

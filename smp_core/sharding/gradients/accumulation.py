@@ -107,7 +107,9 @@ class AccumulationWindow:
     ) -> None:
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
-        replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
+        replicated = []
+        for names in plan.replicated_parameters:
+            replicated.append({name: by_name[name] for name in names})
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._model = model
         self._on_close = traffic.step_done

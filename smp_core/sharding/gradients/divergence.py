@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import PARTITION, Axis, Layout, SmpMesh
 from smp_core.comm import IssuedCollectives, first_to_differ
@@ -87,19 +88,19 @@ def differing(told: Sequence[int]) -> list[bool]:
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
 
-def any_differs(told: torch.Tensor) -> torch.Tensor:
+def any_differs(told: Tensor) -> Tensor:
     """Return whether :func:`differing` finds any: a 0-d bool tensor, for which the host does not wait."""
     totals = told.view(-1, 2).sum(1)
     return ((totals != _GREATEST) & (totals != _UNTOLD)).any()
 
 
-def stop_device_where_differing(differs: torch.Tensor) -> None:
+def stop_device_where_differing(differs: Tensor) -> None:
     """Let the device itself go no further where ranks differ, so that nothing is stepped; the host does not wait."""
     # torch._assert_async: the only check that a device makes by itself. torch has no public one.
     torch._assert_async(~differs, _DIVERGED)
 
 
-def on_any_stage(flags: Sequence[torch.Tensor | bool], mesh: SmpMesh) -> torch.Tensor:
+def on_any_stage(flags: Sequence[Tensor | bool], mesh: SmpMesh) -> Tensor:
     """Return which of the flags hold on any pipeline stage, int32. Collective over the stages.
 
     Args:
@@ -195,9 +196,7 @@ def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[
     here.keep_window(LeftToDevice(issued, mesh.layout, mesh.rank, record))
 
 
-def difference_in_words(
-    issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor, trained: Sequence[str] = ()
-) -> str:
+def difference_in_words(issued: IssuedCollectives, mesh: SmpMesh, told: Tensor, trained: Sequence[str] = ()) -> str:
     """Ask the ranks what they issued, or train; say where they differ, and which, on all ranks alike. Collective over
     the world.
 

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
 
 from smp_core.checkpoint import shard_like
 from smp_core.cluster import SmpMesh
@@ -39,7 +40,7 @@ _OURS = -1  # key of what autograd itself is to call; torch counts from 0
 
 Hook = Callable[[Any], Any]
 
-_HOLDERS = (torch.Tensor, torch.optim.Optimizer, Mapping, list, tuple, set)  # of parameters, among global names
+_HOLDERS = (Tensor, Optimizer, Mapping, list, tuple, set)  # of parameters, among global names
 
 
 class _Kept(OrderedDict[int, Hook]):
@@ -72,9 +73,7 @@ class ParameterHooks:
         after: called by autograd behind that.
     """
 
-    def __init__(
-        self, parameter: torch.Tensor, mesh: SmpMesh, before: Hook | None = None, after: Hook | None = None
-    ) -> None:
+    def __init__(self, parameter: Tensor, mesh: SmpMesh, before: Hook | None = None, after: Hook | None = None) -> None:
         self._mesh = weakref.ref(mesh)  # what a user's hook refers to may never be collected
         self._has_gradient = False
         # The dicts of before go on as stores: handles that remove hooks look into them.
@@ -83,7 +82,7 @@ class ParameterHooks:
         parameter._backward_hooks = _Kept(self, self._of_gradient[0], before)
         parameter._post_accumulate_grad_hooks = _Kept(self, self._accumulated[0], after)  # type: ignore[attr-defined]
 
-    def show_on(self, copy: torch.Tensor) -> None:
+    def show_on(self, copy: Tensor) -> None:
         """Take the hooks of an unsharded copy, which a forward shows in the parameter's place, now and from now on."""
         given, late = copy._backward_hooks, _post_accumulate_grad_hooks(copy)
         if not isinstance(given, _Kept):
@@ -103,7 +102,7 @@ class ParameterHooks:
         """Return whether there are hooks of ``register_post_accumulate_grad_hook``."""
         return any(self._accumulated)
 
-    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+    def change(self, gradient: Tensor) -> Tensor:
         """Return what hooks make of a complete gradient, sharded or plain, in its own layout. Collective over the ranks
         that hold parts of it, and over all that have the parameter where a hook draws random numbers."""
         self._has_gradient = True
@@ -128,7 +127,7 @@ class ParameterHooks:
             dist.broadcast(whole, group=mesh.model_group, group_src=0)  # the same noise on all ranks
         return shard_like(gradient, whole.to(gradient.device, gradient.dtype))
 
-    def follow(self, parameter: torch.Tensor) -> None:
+    def follow(self, parameter: Tensor) -> None:
         """Call the hooks that follow the accumulation, if there was a gradient to accumulate since the last time."""
         if not self._has_gradient:
             return
@@ -138,36 +137,36 @@ class ParameterHooks:
                 hook(parameter)
 
 
-def hooks_of(parameter: torch.Tensor) -> ParameterHooks | None:
+def hooks_of(parameter: Tensor) -> ParameterHooks | None:
     """Return the hooks of a parameter that are kept here; None: autograd calls them."""
     kept = parameter._backward_hooks
     return kept.owner if isinstance(kept, _Kept) else None
 
 
-def shows_hooks(copy: torch.Tensor) -> bool:
+def shows_hooks(copy: Tensor) -> bool:
     """Return whether an unsharded copy shows the hooks of its parameter, which is all that ever changes about them."""
     return type(copy._backward_hooks) is _Kept and type(copy._post_accumulate_grad_hooks) is _Kept  # type: ignore
 
 
-def registered_hooks(parameter: torch.Tensor) -> list[Hook]:
+def registered_hooks(parameter: Tensor) -> list[Hook]:
     """Return the hooks of a parameter, of both kinds, whoever calls them."""
     return list(_each(map(_store, (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter)))))
 
 
-def reached_by_hooks(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def reached_by_hooks(parameter: Tensor) -> Iterator[Tensor]:
     """Yield tensors that a parameter's hooks refer to: in closures, defaults, global names, containers, optimizers."""
     left: list[tuple[Any, int]] = [(hook, 0) for hook in registered_hooks(parameter)]
     seen: set[int] = set()
     while left:
         value, depth = left.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif id(value) not in seen and depth < _DEPTH:
             seen.add(id(value))
             left += [(each, depth + 1) for each in _referred_to(value)]
 
 
-def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+def move_hooks(old: Tensor, new: Tensor) -> None:
     """Let a parameter have the hooks of the one whose place it takes."""
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = _post_accumulate_grad_hooks(old)  # type: ignore[attr-defined]
@@ -185,11 +184,11 @@ def _each(stores: Iterable[MutableMapping[int, Hook]]) -> Iterator[Hook]:
         yield from store.values()
 
 
-def _post_accumulate_grad_hooks(tensor: torch.Tensor) -> Any:
+def _post_accumulate_grad_hooks(tensor: Tensor) -> Any:
     return tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
-def unsharded_value(gradient: torch.Tensor, mesh: SmpMesh) -> torch.Tensor:
+def unsharded_value(gradient: Tensor, mesh: SmpMesh) -> Tensor:
     """Return the whole gradient as a plain tensor on the mesh's device, also of a shard in host memory."""
     if not isinstance(gradient, DTensor):
         return gradient
@@ -201,7 +200,7 @@ def unsharded_value(gradient: torch.Tensor, mesh: SmpMesh) -> torch.Tensor:
     return gradient.full_tensor()
 
 
-def _random_states(device: torch.device) -> torch.Tensor:
+def _random_states(device: torch.device) -> Tensor:
     """Return the states of the generators that a hook could draw from."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
@@ -224,7 +223,7 @@ def _referred_to(value: Any) -> list[Any]:
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, Optimizer):
         return [value.param_groups]
     if isinstance(value, (nn.Module, type, ModuleType)):  # a module shows the parameters of now
         return []

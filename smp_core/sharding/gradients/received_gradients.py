@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import IssuedCollectives
@@ -57,7 +58,7 @@ class Told:
         units: Sequence[UnitWindow],
         replicated: ReplicatedGradients,
         mesh: SmpMesh,
-        veto: Callable[[], torch.Tensor] | None,
+        veto: Callable[[], Tensor] | None,
         issued: IssuedCollectives,
         attached: Iterable[str] = (),
     ) -> None:
@@ -112,11 +113,11 @@ class Told:
         stepped.
         """
         told, found = self._told[self._veto_at + 1 :], None
-        differs: torch.Tensor | bool
+        differs: Tensor | bool
         differs = any_differs(told) if streams.run_behind(told.device) else any(differing(told.tolist()))
         if self._mesh.pipeline_degree > 1:
             self._vetoed, differs = on_any_stage([self._vetoed, differs], self._mesh)
-        if isinstance(differs, torch.Tensor) and streams.run_behind(differs.device):
+        if isinstance(differs, Tensor) and streams.run_behind(differs.device):
             leave_to_device(self._issued, self._mesh, self._trained)
             stop_device_where_differing(differs.bool())
         elif differs:

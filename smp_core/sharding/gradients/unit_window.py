@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import Pending, Route
 from smp_core.sharding.fsdp import ShardedUnit, Slot
 from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
-from smp_core.sharding.mixed_operands import Placed, sharded_mean, take_part_of_gradient
 from smp_core.sharding.optimizer.shards import FlatShard
+from smp_core.sharding.shards_as_tensors import Placed, sharded_mean, take_part_of_gradient
 from smp_core.torch_facts import streams
 from smp_core.watch import here
 
@@ -67,7 +67,7 @@ class UnitWindow:
         self.unit, self.route = unit, route
         self.phase = Phase.IDLE
         self.slots: list[Slot] = []
-        self.flat: torch.Tensor | None = None
+        self.flat: Tensor | None = None
         self.masters: FlatShard | None = None
         self.received: set[int] = set()
         self._received_in_pass: set[int] = set()
@@ -78,14 +78,14 @@ class UnitWindow:
         self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
-        self._own: dict[int, torch.Tensor] = {}  # gradients of terms of the loss that are made of shards
-        self._before: dict[int, torch.Tensor | None] = {}  # .grad of before the pass that leaves such gradients there
+        self._own: dict[int, Tensor] = {}  # gradients of terms of the loss that are made of shards
+        self._before: dict[int, Tensor | None] = {}  # .grad of before the pass that leaves such gradients there
         self._on_backward = on_backward
         unit.listener = self
         for index, parameter in enumerate(unit.parameters()):
             ParameterHooks(parameter, mesh, before=self._set_aside(index))
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> list[Tensor]:
         """List the sum, the gradients of terms that are made of shards, and the unsharded gradients that wait for their
         reduction."""
         return [*([] if self.flat is None else [self.flat]), *self._own.values(), *self.unit.held()]
@@ -156,7 +156,7 @@ class UnitWindow:
 
     # Collecting
 
-    def add(self, reduced: torch.Tensor) -> None:
+    def add(self, reduced: Tensor) -> None:
         """Add one micro-batch's flat sum over the partition group, which is taken over.
 
         Raises:
@@ -228,7 +228,7 @@ class UnitWindow:
         if self._pending is not None:
             self._pending.wait()
 
-    def _start(self, flat: torch.Tensor) -> None:
+    def _start(self, flat: Tensor) -> None:
         self.phase = Phase.IN_FLIGHT
         if self.masters is None:
             self._pending = self.route.hop(flat, self.unit.name)
@@ -238,7 +238,7 @@ class UnitWindow:
 
     # Gradients
 
-    def divide(self, seen: Sequence[bool] | None) -> torch.Tensor | None:
+    def divide(self, seen: Sequence[bool] | None) -> Tensor | None:
         """Divide the sum, and give it to the masters, where there are any.
 
         Args:
@@ -259,7 +259,7 @@ class UnitWindow:
         flat, self.flat = self.flat, None
         return self.unit.beside_parameters(flat)
 
-    def set_gradients(self, mean: torch.Tensor, seen: Sequence[bool] | None) -> None:
+    def set_gradients(self, mean: Tensor, seen: Sequence[bool] | None) -> None:
         """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an earlier closed pass of the step."""
         parameters = self.unit.parameters()
         slots = [slot for slot in self.slots if seen is None or seen[slot.index]]
@@ -290,12 +290,12 @@ class UnitWindow:
         if self.masters is not None:
             self.masters.take_gradients()
 
-    def _set_aside(self, index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def _set_aside(self, index: int) -> Callable[[Tensor], Tensor | None]:
         """Return what sets ``.grad`` aside, when a term of the loss that is made of shards has a gradient of the
         parameter: autograd would add one that is replicated to one that is not, which torch refuses."""
         owner = weakref.ref(self)  # as autograd holds it
 
-        def set_aside(gradient: torch.Tensor) -> torch.Tensor | None:
+        def set_aside(gradient: Tensor) -> Tensor | None:
             if (this := owner()) is None:
                 return None
             parameter = this.unit.parameters()[index]
@@ -370,7 +370,7 @@ class UnitWindow:
         self.slots, self.flat = wide, widened
 
 
-def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.Tensor, slots: list[Slot]) -> None:
+def _add_by_slot(target: Tensor, target_slots: list[Slot], source: Tensor, slots: list[Slot]) -> None:
     where = {slot.index: slot.offset for slot in target_slots}
     for slot in slots:
         start = where[slot.index]

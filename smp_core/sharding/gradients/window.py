@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from smp_core.sharding.optimizer.shards import WorldSharding
 
@@ -27,7 +27,7 @@ class Window(Protocol):
     def is_open(self) -> bool:
         """Return whether gradients are held that no ``.grad`` shows yet."""
 
-    def attached(self) -> Mapping[str, torch.Tensor]:
+    def attached(self) -> Mapping[str, Tensor]:
         """Return the parameters by name that the model got since it was sharded, and whose gradients nothing adds up
         yet."""
 
@@ -46,10 +46,10 @@ class Window(Protocol):
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed. Collective."""
 
-    def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    def drop(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         """Drop what is held of these parameters."""
 
-    def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    def zero_grad(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         """Do what ``zero_grad`` of a module means besides what it does to ``.grad`` of its parameters."""
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_core.sharding.optimizer.prepared import stepped_by
 from smp_core.sharding.optimizer.shards import mesh_of
@@ -30,9 +31,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
     in_stages = False
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = {}
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = {}
         stepped = stepped_by(optimizer)
         for mesh in dict.fromkeys(map(mesh_of, stepped)):
             on_mesh = [p for p in stepped if mesh_of(p) == mesh]
@@ -52,7 +53,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return found
 
 
-def scale_in_stages(scaler: torch.amp.GradScaler | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def scale_in_stages(scaler: torch.amp.GradScaler | None) -> Callable[[Tensor], Tensor]:
     """Let the pipeline stages of a model skip steps together.
 
     Args:

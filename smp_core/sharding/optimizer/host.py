@@ -24,10 +24,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.optimizer.kinds import STEP_SHARDS
+from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
 from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
 
@@ -39,7 +41,7 @@ CHUNK_BYTES = 2**28
 class _HostParameter:
     """A parameter's copy on the host: what is stepped (float32 if the parameter is half precision, else its dtype)."""
 
-    def __init__(self, parameter: torch.Tensor, pinned: bool) -> None:
+    def __init__(self, parameter: Tensor, pinned: bool) -> None:
         low = parameter.dtype in (torch.float16, torch.bfloat16)
         self.parameter = parameter
         self.stepped = torch.empty_like(
@@ -102,8 +104,8 @@ class HostOptimizer:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        kind: type[torch.optim.Optimizer],
+        optimizer: Optimizer,
+        kind: type[Optimizer],
         device: torch.device,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -113,7 +115,7 @@ class HostOptimizer:
         behind = streams.run_behind(device)
         self._out: Any = torch.get_device_module(device).Stream(device) if behind else None
         self._in: Any = torch.get_device_module(device).Stream(device) if behind else None
-        self._hosted: dict[torch.Tensor, _HostParameter] = {}
+        self._hosted: dict[Tensor, _HostParameter] = {}
         # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
         self._in_chunks = kind in STEP_SHARDS
         self._stepper = kind.__new__(kind)
@@ -152,7 +154,7 @@ class HostOptimizer:
             return nullcontext()
         return torch.get_device_module(self._device).stream(stream)  # type: ignore[no-any-return]
 
-    def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_HostParameter]]:
+    def _chunks(self, parameters: list[Tensor]) -> Iterator[list[_HostParameter]]:
         chunk: list[_HostParameter] = []
         for parameter in parameters:
             if parameter not in self._hosted:
@@ -190,9 +192,7 @@ class HostOptimizer:
                 entry[MASTER] = hosted.stepped.detach()
             self._optimizer.state[hosted.parameter] = entry
 
-    def _groups(
-        self, group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter]
-    ) -> Iterator[dict[str, Any]]:
+    def _groups(self, group: Mapping[str, Any], chosen: Mapping[Tensor, _HostParameter]) -> Iterator[dict[str, Any]]:
         """Yield the group with the host copies of its chosen parameters, plain ones and those of each mesh apart: a
         fused kernel takes one kind. SGD's takes momentum from all or from none, so those that it steps for the first
         time are apart too."""
@@ -230,14 +230,14 @@ class HostOptimizer:
                 hosted.put_back()
 
 
-def _in_order_of(parameter: torch.Tensor, value: Any) -> Any:
+def _in_order_of(parameter: Tensor, value: Any) -> Any:
     """Return a state in the parameter's order in memory, which loaded ones may not have: fused kernels walk both."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return what an optimizer's class keeps besides states and groups. What an instance got since (hooks, the step
     that a scheduler patched, our own) stays outside."""
     apart = ("state", "param_groups", "step")
@@ -252,7 +252,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 _REPLACED = ("fused", "foreach", "capturable")
 
 
-def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind: type) -> dict[str, Any]:
+def host_kernels(group: Mapping[str, Any], members: Iterable[Tensor], kind: type) -> dict[str, Any]:
     """Return the options of a group with which its kernels run on the host: fused where there is such a kernel (for
     DTensors, torch has Adam's and AdamW's)."""
     options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
@@ -268,18 +268,6 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
 def to_host(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer state with its tensors in host memory."""
     return {key: map_tensors(value, lambda tensor: tensor.to("cpu")) for key, value in entry.items()}
-
-
-def derive(kind: Any, methods: type, base: str) -> Any:
-    """Return a class derived from an optimizer's, with methods of another one, which find the optimizer's class by the
-    name ``base``.
-
-    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
-    bases of its own could not be made one of the derived class any more.
-    """
-    own = {name: value for name, value in vars(methods).items() if callable(value) and not name.startswith("__")}
-    facts = {base: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind, methods), {**own, **facts})
 
 
 class OnHost(StepsOnHost):
@@ -309,11 +297,11 @@ class OnHost(StepsOnHost):
     def host_bytes(self: Any) -> int:
         return self._smp_host.n_bytes  # type: ignore[no-any-return]
 
-    step = torch.optim.Optimizer.profile_hook_step(step)  # its hooks run around it, as around every optimizer's
+    step = Optimizer.profile_hook_step(step)  # its hooks run around it, as around every optimizer's
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def step_on_host(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def step_on_host(optimizer: Optimizer, device: torch.device) -> None:
     """Make an optimizer over parameters on ``device`` an :class:`OnHost`.
 
     Raises:
@@ -338,7 +326,7 @@ def _on_host(kind: Any) -> Any:
     return derive(kind, OnHost, "_smp_on_device")
 
 
-def _take_step_from_the_class(optimizer: torch.optim.Optimizer) -> None:
+def _take_step_from_the_class(optimizer: Optimizer) -> None:
     """Let ``step`` on the instance call that of its present class. A scheduler that was made before has put the earlier
     class's step there, wrapped, which hides what an :class:`OnHost` does; ``_opt_called`` and ``_wrapped_by_lr_sched``
     are what schedulers look at, and have no public names."""

@@ -5,19 +5,39 @@ Whether that gives one process's numbers cannot be found out by trying a few ste
 further only later. So there are lists, a user adds to them with :func:`register_elementwise` and
 :func:`register_tensorwise`, and all others are refused. A class counts as itself only: one that is derived from it may
 do something else.
+
+Whether any other class can step sharded parameters at all is found out before training, by stepping small ones: an
+optimizer like the one at hand is made and stepped on likenesses of its sharded parameters, a shard of no elements
+included, in the place of this rank. Collectives go to torch's fake process group, which does nothing, so that an
+optimizer that fails on some ranks only cannot leave the others waiting; whether it failed anywhere is asked afterwards.
+
+The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg`` registers it when it is imported.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from smp_core.optim import Adafactor, AdamW8bit, Muon
+from smp_core.cluster import of_all_ranks
+from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
+from smp_core.torch_facts import is_absent
 
-K = TypeVar("K", bound=type[torch.optim.Optimizer])
+K = TypeVar("K", bound=type[Optimizer])
 
-TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+TORCHS_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     (
         torch.optim.SGD,
         torch.optim.Adam,
@@ -33,7 +53,7 @@ TORCHS_ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """torch's optimizers that step each element by itself, and sharded parameters like unsharded ones."""
 
-STEP_SHARDS: frozenset[type[torch.optim.Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
+STEP_SHARDS: frozenset[type[Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
 """Optimizers that step each sharded parameter like an unsharded one, by itself: without a trial, in any portions."""
 
 # Of other packages, by name, which are not imported for it.
@@ -47,7 +67,7 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, Muon, AdamW8bit, Adafactor)
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, AdamW8bit)  # and those made of StepsTogether
 # Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (
@@ -56,8 +76,8 @@ _ACROSS = (
 )
 _TORCHAO = "torchao"
 
-_registered_elementwise: set[type[torch.optim.Optimizer]] = set()
-_registered_tensorwise: set[type[torch.optim.Optimizer]] = set()
+_registered_elementwise: set[type[Optimizer]] = set()
+_registered_tensorwise: set[type[Optimizer]] = set()
 
 
 def register_elementwise(kind: K) -> K:
@@ -92,7 +112,7 @@ def register_tensorwise(kind: K) -> K:
     return kind
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is not known to step each element by itself.
 
     Raises:
@@ -108,21 +128,22 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal(kind, "element", looks_across, gives, instead)
 
 
-def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
+def require_tensorwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is not known to step each tensor by itself.
 
     Raises:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    if not (_steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
+    is_ours = StepsTogether in kind.__bases__
+    if not (is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
         steps = "with pipeline_parallel_degree the optimizer steps a stage's parameters alone"
         instead = "use one that looks at one tensor at a time, such as AdamW"
         looks_across = "all its parameters" if _is_named(kind, _ACROSS_TENSORS) else ""
         raise _refusal(kind, "tensor", looks_across, steps, instead)
 
 
-def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
+def refuse_unsaveable(optimizer: Optimizer) -> None:
     """Refuse optimizers whose states checkpoints cannot hold.
 
     Raises:
@@ -137,7 +158,7 @@ def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _steps_elements(kind: type[torch.optim.Optimizer]) -> bool:
+def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
     return kind in TORCHS_ELEMENTWISE or kind in _registered_elementwise or full_name in _ELEMENTWISE
 
@@ -156,3 +177,189 @@ def _refusal(kind: type, part: str, looks_across: str, why: str, instead: str) -
         f"{why}, but {kind.__name__} is not known to step each {part} by itself; {instead}. If it does, register it "
         f"before training: from smp_core.sharding.optimizer import {register}; {register}({kind.__name__})"
     )
+
+
+def derive(kind: Any, methods: type, base: str) -> Any:
+    """Return a class derived from an optimizer's, with methods of another one, which find the optimizer's class by the
+    name ``base``.
+
+    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
+    bases of its own could not be made one of the derived class any more.
+    """
+    own = {name: value for name, value in vars(methods).items() if callable(value) and not name.startswith("__")}
+    facts = {base: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, methods), {**own, **facts})
+
+
+logger = logging.getLogger("smp")
+
+
+def require_steps_shards(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that fails on sharded parameters, before the first step does. Collective over the world for
+    what is not known.
+
+    Raises:
+        ValueError: it fails on some rank. On all ranks.
+    """
+    kind = type(optimizer)
+    sharded = [p for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)]
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
+    if kind in STEP_SHARDS or not meshes:
+        return
+    named = kind.__name__.lower()
+    instead = "another optimizer, such as AdamW"
+    if named.endswith("muon"):
+        instead = "smp_core.optim.Muon(muon_groups(model))"
+    elif named == "adafactor" and kind is not Adafactor:
+        instead = "smp_core.optim.Adafactor (which takes torch's arguments), another one such as AdamW"
+    refusal = (
+        f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use {instead}, or shard_degree=1 "
+        "without tensor ranks, where parameters are whole"
+    )
+    for failure in of_all_ranks(_failure_on_shards(optimizer, meshes)):
+        if failure is not None:
+            raise ValueError(refusal % failure)
+    if isinstance(optimizer, torch.optim.Muon):
+        _say_what_torchs_muon_sends(sharded)
+
+
+def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
+    """Warn of the collectives inside of each step: DTensor gathers a wide matrix twice in each of five iterations and
+    its square once, and adds up the square of a tall one twice; in bfloat16."""
+    sent = 0.0
+    for matrix in matrices:
+        rows, columns = matrix.shape
+        share = 1 - 1 / matrix.device_mesh.size()
+        elements = 2 * rows * columns + rows**2 if rows <= columns else 4 * columns**2
+        sent += 5 * share * elements * torch.bfloat16.itemsize
+    if dist.get_rank() == 0:
+        logger.warning(
+            "torch.optim.Muon works on whole matrices on every rank: each step sends about %.3g GiB from each rank; "
+            "smp_core.optim.Muon(muon_groups(model)) sends each matrix to one rank and back",
+            sent / 2**30,
+        )
+
+
+def held(group: Mapping[str, Any]) -> list[Tensor]:
+    """List the parameters of an optimizer's group but those of other pipeline stages, which it passes over: they have
+    no gradients."""
+    return [parameter for parameter in group["params"] if not is_absent(parameter)]
+
+
+def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
+    """Return what goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer
+    like this one cannot be made."""
+    device = next(iter(meshes)).device_type
+    degree = max(mesh.size() for mesh in meshes)
+    with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
+        groups = []
+        for group in optimizer.param_groups:
+            alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
+            groups.append((group, [_likeness(parameter, degree, fakes) for parameter in alike.values()]))
+        parameters = [parameter for _, members in groups for parameter in members]
+        try:
+            tried = made_like(optimizer, groups)
+        except Exception as error:
+            logger.info("%s was not tried on shards: %s: %s", type(optimizer).__name__, type(error).__name__, error)
+            return None
+
+        def closure() -> Tensor:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            return torch.ones((), device=device)
+
+        try:
+            needs_closure = inspect.signature(tried.step).parameters.get("closure")
+            for _ in range(2):
+                if needs_closure is not None and needs_closure.default is inspect.Parameter.empty:
+                    tried.step(closure)
+                else:
+                    closure()
+                    tried.step()
+        except Exception as error:
+            return f"failed ({type(error).__name__}: {error})"
+    return None
+
+
+def _likeness_key(parameter: Tensor, degree: int) -> Any:
+    sharded = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+    return sharded, _small_shape(parameter.shape, degree), parameter.dtype, parameter.requires_grad
+
+
+def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
+    """Return rows as many as there are ranks twice over, fewer than ranks, or uneven, as the parameter has them; and
+    columns more or fewer than rows."""
+    if not shape:
+        return ()
+    rows = min(shape[0], 2 * degree + (shape[0] % degree != 0))
+    return (rows, *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]))
+
+
+def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
+    shape = _small_shape(parameter.shape, degree)
+    device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
+    values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
+    if isinstance(parameter, DTensor):
+        mesh, own = meshes[parameter.device_mesh], values
+        for axis, placement in enumerate(parameter.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                step = -(-own.shape[dim] // mesh.size(axis))
+                start = min(mesh.get_local_rank(axis) * step, own.shape[dim])
+                own = own.narrow(dim, start, min(step, own.shape[dim] - start))
+        values = DTensor.from_local(
+            own.contiguous(), mesh, parameter.placements, run_check=False, shape=values.shape, stride=values.stride()
+        )
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, DeviceMesh]]:
+    """Make meshes of the same ranks, whose collectives do nothing. They have names of their own: DTensor remembers what
+    it found out for one mesh and uses it for all that are equal."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+    groups: list[dist.ProcessGroup] = []
+    made = {}
+    try:
+        for mesh in meshes:
+            for axis in range(mesh.ndim):
+                ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+                groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+            of_mesh: Any = groups[-mesh.ndim :]
+            names = tuple(f"trial {group.group_name}" for group in of_mesh)
+            given = (of_mesh, mesh.mesh) if mesh.ndim > 1 else (of_mesh[0], None)
+            made[mesh] = DeviceMesh.from_group(given[0], mesh.device_type, mesh=given[1], mesh_dim_names=names)
+        yield made
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def made_like(optimizer: Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
+    """Return an optimizer of the same class with the same options over other parameters, ready to step."""
+    kind: Any = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    made = kind([{**_options(group), "params": parameters} for group, parameters in groups], **copy.deepcopy(options))
+    if callable(getattr(made, "train", None)):
+        made.train()  # schedule-free ones refuse to step before
+    return made
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's options as they were before schedulers, which may have begun with a rate of 0."""
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    rate = options.pop("initial_lr", options.get("lr"))
+    if "lr" in options:
+        options["lr"] = rate if rate != 0 else 1e-3
+    return options
+
+
+@contextmanager
+def _without_traces(device: torch.device) -> Iterator[None]:
+    """Leave the random states as they were; what there is to warn of comes with the first real step."""
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

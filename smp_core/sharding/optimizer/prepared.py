@@ -26,22 +26,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.optim import Adafactor, AdamW8bit, Muon
+from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.attached import step_alike, take_in_attached
-from smp_core.sharding.optimizer.host import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer.kinds import refuse_unsaveable, require_elementwise, require_tensorwise
+from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
+from smp_core.sharding.optimizer.kinds import (
+    derive,
+    held,
+    refuse_unsaveable,
+    require_elementwise,
+    require_steps_shards,
+    require_tensorwise,
+)
 from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
-from smp_core.sharding.optimizer.trial import held, require_steps_shards
-from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
 from smp_core.watch import meet
 
@@ -111,11 +117,10 @@ class Prepared:
         checkpoint's."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
-            own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
-            state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
-        if not isinstance(self, OnHost):
-            # Masters that were saved beside half precision weights are the weights here.
-            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+            taken = []
+            for saved, own in zip(groups, self.param_groups, strict=True):
+                taken.append({**saved, **{flag: own[flag] for flag in _KERNELS if flag in own}})
+            state_dict = {**state_dict, "param_groups": taken}
         with _masters_in_groups(self):
             if not isinstance(self, OnHost):
                 # Masters that were saved beside half precision weights are the weights here.
@@ -130,8 +135,8 @@ class Homes:
 
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
-        self._own: dict[int, torch.Tensor] = {}
-        self._attached: dict[int, torch.Tensor] = {}
+        self._own: dict[int, Tensor] = {}
+        self._attached: dict[int, Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
 
@@ -143,7 +148,7 @@ class Homes:
     def worlds(self) -> list[WorldSharding]:
         return [window.world for window in self.windows if window.world is not None]
 
-    def close_windows(self, optimizer: torch.optim.Optimizer) -> None:
+    def close_windows(self, optimizer: Optimizer) -> None:
         """Complete the gradients before the optimizer steps. Collective."""
         strange = not self._owns_all(optimizer)
         for window in self.windows:
@@ -163,19 +168,19 @@ class Homes:
         self._own = {id(parameter): parameter for model in self._models for parameter in model.module.parameters()}
         self._attached = {id(p): self._own.pop(id(p)) for window in self.windows for p in window.attached().values()}
 
-    def owns(self, parameter: torch.Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
 
-    def _owns_all(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _owns_all(self, optimizer: Optimizer) -> bool:
         return all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
-    def in_words(self, parameters: Sequence[torch.Tensor]) -> str:
+    def in_words(self, parameters: Sequence[Tensor]) -> str:
         """Return the names of a few parameters."""
         names = {id(each): name for model in self._models for name, each in model.module.named_parameters()}
         found = [clean_name(names.get(id(each), f"one {list(each.shape)}")) for each in parameters]
         return ", ".join(found[:2] + ["..."] * (len(found) > 2))
 
-    def take_in(self, optimizer: torch.optim.Optimizer, together: bool = False) -> None:
+    def take_in(self, optimizer: Optimizer, together: bool = False) -> None:
         """Give the optimizer today's parameters in the place of replaced ones, with their states.
 
         Args:
@@ -203,7 +208,7 @@ class Homes:
             step_alike(optimizer, self._models)
         self._refuse_strangers(optimizer)
 
-    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
         strangers: dict[int, list[str]] = {}
         for number, group in enumerate(optimizer.param_groups):
             strange = [p for p in group["params"] if not self.owns(p) and id(p) not in self._attached]
@@ -218,7 +223,7 @@ class Homes:
                 "prepare(model)"
             )
 
-    def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
+    def give_masters(self, optimizer: Optimizer) -> None:
         """Put masters in the place of parameters, and their part of the states, with ``optimizer_shard="world"``."""
         for world in self.worlds:
             for group in optimizer.param_groups:
@@ -227,7 +232,7 @@ class Homes:
                     if new is not old and old in optimizer.state:
                         optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
 
-    def show_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+    def show_parameters(self, optimizer: Optimizer) -> None:
         """Put parameters in the place of masters, unless a method at work needs those; states stay the masters', and
         are found by the parameter, too."""
         if self.users or not self.worlds:
@@ -237,7 +242,7 @@ class Homes:
         if not isinstance(optimizer.state, _States):
             optimizer.state = _States(self.stepped, optimizer.state)
 
-    def stepped(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return what is stepped in the place of parameters."""
         found = list(parameters)
         for world in self.worlds:
@@ -245,7 +250,7 @@ class Homes:
         return found
 
     @torch.no_grad()
-    def take_masters(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
+    def take_masters(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
         """Copy the masters that a state dict has into float32 weights; return its states without them."""
         stepped = [model_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         state = {number: dict(entry) for number, entry in numbered["state"].items()}
@@ -267,14 +272,14 @@ class Homes:
                 for unit in model.units:
                     unit.store_masters()
 
-    def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
+    def keep_gradients_fine(self, optimizer: Optimizer) -> None:
         """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
         they are."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
                 parameter.grad_dtype = None
 
-    def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
+    def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
         in all of them for ``zero_grad``, which goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
@@ -292,7 +297,7 @@ class Homes:
         if _are_mixed(parameter for group in optimizer.param_groups for parameter in held(group)):
             optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
 
-    def bring_weights(self, optimizer: torch.optim.Optimizer) -> None:
+    def bring_weights(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the models' parameters. Collective."""
         for world in self.worlds:
             world.after_step(optimizer)
@@ -302,19 +307,19 @@ class Homes:
 class _States(defaultdict[Any, Any]):
     """An optimizer's states by what it steps, which are found by the model's parameters, too."""
 
-    def __init__(self, stepped: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], states: Any) -> None:
+    def __init__(self, stepped: Callable[[Sequence[Tensor]], list[Tensor]], states: Any) -> None:
         super().__init__(dict, states)
         self._stepped = stepped
 
-    def __missing__(self, parameter: torch.Tensor) -> Any:
-        (stepped,) = self._stepped([parameter]) if isinstance(parameter, torch.Tensor) else (parameter,)
+    def __missing__(self, parameter: Tensor) -> Any:
+        (stepped,) = self._stepped([parameter]) if isinstance(parameter, Tensor) else (parameter,)
         return self[stepped] if stepped is not parameter else super().__missing__(parameter)
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[SteppedModel]) -> bool:
+def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> bool:
     """Make an optimizer over the parameters of these models right for them. Collective over the world.
 
     Returns:
@@ -337,7 +342,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
-    if isinstance(optimizer, (Muon, Adafactor)):
+    if isinstance(optimizer, StepsTogether):
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
@@ -370,14 +375,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     return True
 
 
-def _require_on_device(optimizer: Muon | Adafactor, models: Sequence[SteppedModel]) -> None:
+def _require_on_device(optimizer: StepsTogether, models: Sequence[SteppedModel]) -> None:
     """Refuse states in host memory, where ranks cannot exchange what a step sends."""
-    name, sent = type(optimizer).__name__, "matrices" if isinstance(optimizer, Muon) else "sums"
     for model in models:
         if model.config.state_offload is not None:
             raise ValueError(
-                f"state_offload={model.config.state_offload!r} steps in host memory, where {name} cannot "
-                f"exchange {sent} between ranks; leave state_offload out, or use torch.optim.AdamW"
+                f"state_offload={model.config.state_offload!r} steps in host memory, where {type(optimizer).__name__} "
+                f"cannot exchange {optimizer.exchanged} between ranks; leave state_offload out, or use "
+                "torch.optim.AdamW"
             )
 
 
@@ -391,14 +396,14 @@ def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> 
             module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
 
 
-def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def stepped_by(optimizer: Optimizer) -> list[Tensor]:
     """Return what an optimizer steps, which has the gradients: with ``optimizer_shard="world"`` masters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     homes: Homes | None = getattr(optimizer, "_smp_homes", None)
     return parameters if homes is None else homes.stepped(parameters)
 
 
-def settle(optimizer: torch.optim.Optimizer, together: bool = False) -> None:
+def settle(optimizer: Optimizer, together: bool = False) -> None:
     """Look at the groups of a prepared optimizer again: whatever was put there since.
 
     Args:
@@ -447,7 +452,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
 
-def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
+def _before_weights_change(optimizer: Optimizer) -> None:
     """Let groups hold what is stepped, up to :func:`_after_step`."""
     optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
@@ -455,7 +460,7 @@ def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
         world.follow_parameters()
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     homes.bring_weights(optimizer)
     if is_outermost(optimizer):
@@ -476,7 +481,7 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method by which schedule-free optimizers change the weights between training and evaluation."""
 
     @functools.wraps(method)
-    def moving(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def moving(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         _before_weights_change(self)
         result = method(self, *args, **kwargs)
         _after_step(self)
@@ -485,13 +490,13 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
     return moving
 
 
-def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
+def _are_mixed(parameters: Iterable[Tensor]) -> bool:
     """Return whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
     return len(meshes) > 1
 
 
-Drop = Callable[[Iterable[torch.Tensor], bool], None]
+Drop = Callable[[Iterable[Tensor], bool], None]
 
 
 def drop_with_zero_grad(model: nn.Module, drop: Drop) -> None:

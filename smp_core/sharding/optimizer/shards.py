@@ -26,9 +26,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.comm import Pending, ReplicaHop
@@ -66,7 +67,7 @@ class FlatShard:
         self.holds_weights = False
         """Whether parameters were stored as finely as masters until they were made, and are what is computed with now:
         to the outside the masters are the weights."""
-        self._sum: torch.Tensor | None = None
+        self._sum: Tensor | None = None
         self._pending: Pending | None = None
 
     def _own(self, i: int) -> tuple[slice, slice]:
@@ -77,7 +78,7 @@ class FlatShard:
         last = max(min(self._start + self.size, offset + n), first)
         return slice(first - offset, last - offset), slice(first - self._start, last - self._start)
 
-    def _own_values(self, i: int) -> torch.Tensor:
+    def _own_values(self, i: int) -> Tensor:
         return local_of(self.parameters[i]).reshape(-1)[self._own(i)[0]]
 
     def _make_master(self, i: int) -> nn.Parameter:
@@ -93,7 +94,7 @@ class FlatShard:
         """Bytes of masters on the device."""
         return 0 if self.on_host else sum(each.numel() * each.element_size() for each in self.masters)
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         """List this rank's sum and the masters' gradients."""
         held = [self._sum, *(master.grad for master in self.masters)]
         return [each for each in held if each is not None]
@@ -127,7 +128,7 @@ class FlatShard:
 
     # Gradients
 
-    def send(self, flat: torch.Tensor, key: str) -> None:
+    def send(self, flat: Tensor, key: str) -> None:
         """Start summing ``flat`` [n] over replicas."""
         self._sum = flat.new_empty(self.size)
         self._pending = self._hop.scatter(flat, self._sum, key)
@@ -137,9 +138,7 @@ class FlatShard:
             self._pending.wait()
             self._pending = None
 
-    def set_gradients(
-        self, divisor: int, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor] | None = None
-    ) -> None:
+    def set_gradients(self, divisor: int, seen: Sequence[bool] | None, own: Mapping[int, Tensor] | None = None) -> None:
         """Set the masters' ``.grad`` from the sums, divided, of parameters that received a gradient on some rank (None:
         all); it is added to what an earlier window of the same step left there.
 
@@ -158,8 +157,8 @@ class FlatShard:
         self._sum = None
 
     def _change_by_hooks(
-        self, mean: torch.Tensor, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
+        self, mean: Tensor, seen: Sequence[bool] | None, own: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
         """Return this rank's parts of gradients that hooks of parameters have seen, by place. Collective."""
         hooks = {i: hooks_of(parameter) for i, parameter in enumerate(self.parameters) if seen is None or seen[i]}
         parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
@@ -201,7 +200,7 @@ class FlatShard:
         _copy_each([(local, new.view(local.shape)) for local, new in zip(locals_, arrived, strict=True)])
 
     @torch.no_grad()
-    def put_together(self, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def put_together(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return tensors like parameters from every rank's parts of them, by place of the parameter. Collective."""
         if not parts:
             return {}
@@ -221,7 +220,7 @@ class FlatShard:
         """Return the place of this rank's part in the elements of parameter i's shard."""
         return self._own(i)[0]
 
-    def own_of(self, i: int, value: torch.Tensor) -> torch.Tensor:
+    def own_of(self, i: int, value: Tensor) -> Tensor:
         """Return this rank's part of a tensor like parameter i."""
         return local_of(value).reshape(-1)[self._own(i)[0]].clone()
 
@@ -235,7 +234,7 @@ class WorldSharding:
             id(parameter): (shard, i) for shard in self.shards for i, parameter in enumerate(shard.parameters)
         }
 
-    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def stepped(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return what an optimizer steps in the place of parameters: their masters, where they have one."""
         found = []
         for parameter in parameters:
@@ -243,19 +242,19 @@ class WorldSharding:
             found.append(parameter if place is None else place[0].masters[place[1]])
         return found
 
-    def own_slice(self, parameter: torch.Tensor) -> slice:
+    def own_slice(self, parameter: Tensor) -> slice:
         """Return the place of this rank's part in the elements of the shard of a parameter, which has a master."""
         shard, i = self._place[id(parameter)]
         return shard.own_slice(i)
 
-    def part_of_state(self, parameter: torch.Tensor, entry: Any) -> Any:
+    def part_of_state(self, parameter: Tensor, entry: Any) -> Any:
         """Return this rank's part of what an optimizer state has for a parameter, which has a master."""
         place = self._place.get(id(parameter))
         if place is None:
             return entry
         shard, i = place
 
-        def own(value: torch.Tensor) -> torch.Tensor:
+        def own(value: Tensor) -> Tensor:
             return shard.own_of(i, value) if value.ndim and value.shape == parameter.shape else value
 
         return map_tensors(entry, own)
@@ -269,30 +268,30 @@ class WorldSharding:
         for shard in self.shards:
             shard.follow_flags()
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for shard in self.shards:
             if any(id(master) in stepped for master in shard.masters):
                 shard.update_parameters()
 
-    def full_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
         """Return a numbered state dict with tensors like parameters instead of parts. Collective."""
         state = dict(numbered["state"])
         places = self._numbers(optimizer)
         for shard in self.shards:
             here = {i: number for number, (owner, i) in places.items() if owner is shard and number in state}
-            parts: dict[Path, dict[int, torch.Tensor]] = {}
+            parts: dict[Path, dict[int, Tensor]] = {}
             for i, number in here.items():
                 for path, value in iterate_tensors(state[number]):
                     if value.ndim:  # the others are counters and the like
                         parts.setdefault(path, {})[i] = value
-            whole: dict[int, torch.Tensor] = {}
+            whole: dict[int, Tensor] = {}
             for path in sorted(parts, key=str):
                 for i, value in shard.put_together(parts[path]).items():
                     whole[id(parts[path][i])] = value
 
-            def in_place_of(part: torch.Tensor, whole: dict[int, torch.Tensor] = whole) -> torch.Tensor:
+            def in_place_of(part: Tensor, whole: dict[int, Tensor] = whole) -> Tensor:
                 return whole.get(id(part), part)
 
             for number in here.values():
@@ -308,7 +307,7 @@ class WorldSharding:
         return {**numbered, "state": state}
 
     @torch.no_grad()
-    def own_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+    def own_state(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
         """Do the reverse of :meth:`full_state`, but for masters."""
         places, state = self._numbers(optimizer), {}
         for number, entry in numbered["state"].items():
@@ -319,12 +318,12 @@ class WorldSharding:
             state[number] = dict(self.part_of_state(shard.parameters[i], entry))
         return {**numbered, "state": state}
 
-    def weights(self) -> dict[int, torch.Tensor]:
+    def weights(self) -> dict[int, Tensor]:
         """Return masters that are the weights, also those on the host, put together like their parameters, by the
         parameter's id. Collective."""
         found = {}
         for shard in self.shards:
-            parts: dict[int, torch.Tensor] = {}
+            parts: dict[int, Tensor] = {}
             if shard.holds_weights:
                 parts = {i: master.detach() for i, master in enumerate(shard.masters)}
             elif shard.on_host and shard.parameters[0].dtype != master_dtype(shard.parameters[0]):
@@ -333,7 +332,7 @@ class WorldSharding:
         return found
 
     @torch.no_grad()
-    def take_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
+    def take_weights(self, weights: Mapping[int, Tensor]) -> None:
         """Copy weights as :meth:`weights` returns them into masters and parameters."""
         for shard in self.shards:
             for i, parameter in enumerate(shard.parameters):
@@ -345,7 +344,7 @@ class WorldSharding:
                     elif own.dtype != parameter.dtype:
                         load_host_master(shard.masters[i], own)
 
-    def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
+    def _numbers(self, optimizer: Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """Return torch's number of a parameter -> its place."""
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {
@@ -355,27 +354,28 @@ class WorldSharding:
         }
 
 
-def _copy_each(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them and has no public name."""
     filled = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
     if filled:
-        torch._foreach_copy_([target for target, _ in filled], [source for _, source in filled])
+        targets, sources = map(list, zip(*filled, strict=True))
+        torch._foreach_copy_(targets, sources)
 
 
-def master_dtype(parameter: torch.Tensor) -> torch.dtype:
+def master_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """Return the mesh that a parameter is sharded over; None: a plain tensor."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def like(parameter: torch.Tensor, local: torch.Tensor, on_host: bool = False) -> torch.Tensor:
+def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
     """Return a copy of a local part as a DTensor sharded like ``parameter``, or as a plain tensor where that is one."""
     # Not from_local, which would bring the local part to the mesh's device.
     made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Values for sharded parameters: drawn, broadcast, loaded or cast, a part for each rank.
+"""Values for sharded parameters: initialised, broadcast, loaded or cast, a part for each rank.
 
 Delayed initialisation draws the numbers of one process, rank 0's values reach every rank, whole tensors are cut for
 each rank, and for code that one rank runs alone a module is a plain one for a while.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         load_full_state as load_full_state,
         load_own_parts as load_own_parts,
     )
-    from smp_core.sharding.weights.random_values import draw_whole_tensors as draw_whole_tensors
     from smp_core.sharding.weights.rank_0 import (
         broadcast_from_rank_0 as broadcast_from_rank_0,
         send_to_stages as send_to_stages,

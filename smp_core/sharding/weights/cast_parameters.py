@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.torch_facts import is_absent
 
@@ -32,7 +32,7 @@ class CastParameters:
 
     def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype], recomputed: Iterable[nn.Module]) -> None:
         self._outermost: object = None  # the module, or the call of a method, that shows casts
-        self._shown: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
+        self._shown: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         named = dict(model.named_parameters(remove_duplicate=False))
         ids = {id(named[name]): dtype for name, dtype in dtypes.items() if not is_absent(named[name])}
         self._places = [
@@ -94,7 +94,7 @@ class CastParameters:
             self._put_back()
 
     def _show(self) -> None:
-        casts: dict[nn.Parameter, torch.Tensor] = {}
+        casts: dict[nn.Parameter, Tensor] = {}
         for module, name, dtype in self._places:
             parameter = module.get_parameter(name)
             if parameter.dtype != dtype:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.sharding.weights.delayed_tensors import Slot, classes_before_sharding, holds_values, is_meta
 from smp_core.torch_facts import clean_name
@@ -91,8 +91,8 @@ class _Attempt:
 
     with_values: bool  # lend foreign tensors with their present values instead of NaN
     level: int = _RESET
-    lent: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    scratch: dict[Slot, torch.Tensor] = field(default_factory=dict)  # read, but may not be written from here
+    lent: dict[Slot, Tensor] = field(default_factory=dict)
+    scratch: dict[Slot, Tensor] = field(default_factory=dict)  # read, but may not be written from here
     versions: dict[Slot, int] = field(default_factory=dict)
     written_at: dict[Slot, int] = field(default_factory=dict)
     seen_at: dict[Slot, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class _Attempt:
                 self.versions[slot] = tensor._version
                 self.written_at[slot] = self.level
 
-    def has_filled(self, slot: Slot, full: torch.Tensor) -> bool:
+    def has_filled(self, slot: Slot, full: Tensor) -> bool:
         booked = slot in self.written_at and not full.is_floating_point() and not full.is_complex()
         return booked or holds_values(full)
 
@@ -154,7 +154,7 @@ class _LentEntries(MutableMapping[str, Any]):
 class _Materialization:
     def __init__(self, model: nn.Module, device: torch.device, seed: int, init_fn: InitFn | None) -> None:
         self.model, self.device, self.seed, self.init_fn = model, device, seed, init_fn
-        self.slots: dict[torch.Tensor, Slot] = {}  # tensors hash by identity
+        self.slots: dict[Tensor, Slot] = {}  # tensors hash by identity
         for fqn, module in model.named_modules():
             for name, tensor in _own_tensors(module):
                 if tensor in self.slots:
@@ -237,7 +237,7 @@ class _Materialization:
         return attempt
 
     def _lent_entries(self, module: nn.Module, real: dict[str, Any], attempt: _Attempt) -> _LentEntries:
-        def store_of(name: str) -> tuple[Slot, dict[Slot, torch.Tensor]]:
+        def store_of(name: str) -> tuple[Slot, dict[Slot, Tensor]]:
             slot = self.slots[real[name]]
             first_name = slot.places[0] == (module, name)
             level = max(slot.level, attempt.written_at.get(slot, -1))
@@ -246,7 +246,7 @@ class _Materialization:
                 return slot, attempt.lent
             return slot, attempt.scratch
 
-        def lend(name: str) -> torch.Tensor:
+        def lend(name: str) -> Tensor:
             slot, store = store_of(name)
             if slot not in store:
                 store[slot] = slot.full_copy(attempt.with_values)
@@ -255,8 +255,8 @@ class _Materialization:
 
         def assign(name: str, value: Any) -> None:
             slot, store = store_of(name)
-            if not isinstance(value, torch.Tensor) or value.shape != slot.tensor.shape:
-                got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{slot.fqn} was built as {tuple(slot.tensor.shape)}, its initialiser assigns {got}")
             store[slot] = value
             if store is attempt.lent:
@@ -309,7 +309,7 @@ def _accepts(function: object, *args: object) -> bool:
     return True
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for entries in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in entries.items() if tensor is not None)
 
@@ -324,7 +324,7 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
             else:
                 values = list(value) if isinstance(value, (list, tuple)) else [value]
             registered = name in ("_parameters", "_buffers", "_modules")
-            if not registered and any(isinstance(v, torch.Tensor) and is_meta(v) for v in values):
+            if not registered and any(isinstance(v, Tensor) and is_meta(v) for v in values):
                 yield f"{fqn}.{name}" if fqn else name
 
 

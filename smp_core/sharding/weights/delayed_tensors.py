@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ from smp_core.torch_facts import is_absent
 class Slot:
     """One registered tensor. Tied tensors are one slot that belongs to the first module that names it."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     fqn: str
     places: list[tuple[nn.Module, str]]  # every (module, name) it is registered under, the owner's first
     is_parameter: bool
@@ -35,7 +35,7 @@ class Slot:
     def owner(self) -> nn.Module:
         return self.places[0][0]
 
-    def full_copy(self, with_values: bool) -> torch.Tensor:
+    def full_copy(self, with_values: bool) -> Tensor:
         """Return a full-size host copy: the present values if asked for and there are any (a collective for DTensors
         that every rank of their mesh makes), else NaN or a marker. Of what lies on other pipeline stages there are
         none."""
@@ -51,7 +51,7 @@ class Slot:
         _copy_attributes(self.tensor, full)
         return full
 
-    def store(self, full: torch.Tensor, level: int, device: torch.device) -> None:
+    def store(self, full: Tensor, level: int, device: torch.device) -> None:
         """Copy this rank's part of `full` into the tensor, which gets its storage on `device` the first time."""
         if self.level < 0:
             self._give_storage(device)
@@ -84,7 +84,7 @@ class Slot:
             torch.utils.swap_tensors(old, new)
 
 
-def holds_values(full: torch.Tensor) -> bool:
+def holds_values(full: Tensor) -> bool:
     """Return whether something has filled a lent copy. True only if no element of a floating-point tensor is NaN; for
     other dtypes, if any element differs from the marker."""
     if full.numel() == 0:
@@ -97,7 +97,7 @@ def holds_values(full: torch.Tensor) -> bool:
     return bool(torch.isfinite(total)) or not bool(torch.isnan(full).any())
 
 
-def is_meta(tensor: torch.Tensor) -> bool:
+def is_meta(tensor: Tensor) -> bool:
     """Return whether a tensor, or the local part of a DTensor, has no storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).is_meta
 
@@ -112,7 +112,7 @@ def _marker(dtype: torch.dtype) -> float | int:
     return 0 if dtype == torch.bool or dtype.is_floating_point else torch.iinfo(dtype).max - 1
 
 
-def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
     target.__dict__.update({name: value for name, value in source.__dict__.items() if name != "_is_param"})
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -43,7 +43,7 @@ class _TakingOwnParts:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue  # torch says what does not fit
             if not isinstance(value, DTensor):
                 value = state_dict[prefix + name] = shard_like(parameter, value)
@@ -93,12 +93,12 @@ class _OwnParts(TorchFunctionMode):
         instead: what to copy into in the place of a parameter, by its id.
     """
 
-    def __init__(self, instead: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, instead: Mapping[int, Tensor]) -> None:
         super().__init__()
         self._instead = instead
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_:
+        if func is not Tensor.copy_:
             return func(*args, **(kwargs or {}))
         target, value = args[:2]
         into = self._instead.get(id(target), target)

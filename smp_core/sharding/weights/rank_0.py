@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import Axis, SmpMesh
@@ -13,7 +14,7 @@ from smp_core.cluster import Axis, SmpMesh
 
 @torch.no_grad()
 def broadcast_from_rank_0(
-    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None, source: int = 0
+    tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None = None, source: int = 0
 ) -> None:
     """Give all ranks of a group the values of its first one, one tensor at a time.
 
@@ -33,7 +34,7 @@ def broadcast_from_rank_0(
 
 
 @torch.no_grad()
-def send_to_stages(tensors: Iterable[tuple[torch.Tensor, Sequence[int]]], mesh: SmpMesh) -> None:
+def send_to_stages(tensors: Iterable[tuple[Tensor, Sequence[int]]], mesh: SmpMesh) -> None:
     """Give the first rank of each pipeline stage the values that rank 0 has of what the stage holds, one tensor at a
     time. Collective over these ranks; the others do nothing.
 
@@ -58,7 +59,7 @@ def send_to_stages(tensors: Iterable[tuple[torch.Tensor, Sequence[int]]], mesh: 
             tensor.copy_(arrived)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
+def _has_values(tensor: Tensor) -> bool:
     """Return whether there is something to send: meta tensors have no values yet, and DTensors, which layers that are
     split over ranks have, were cut from rank 0's."""
     return not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, DTensor)

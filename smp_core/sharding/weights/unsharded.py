@@ -11,8 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp_core.torch_facts import clean_name
 
@@ -21,7 +20,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @contextlib.contextmanager
-def unsharded(module: nn.Module, values: Mapping[str, torch.Tensor], refusal: str = "") -> Iterator[None]:
+def unsharded(module: nn.Module, values: Mapping[str, Tensor], refusal: str = "") -> Iterator[None]:
     """Let a module and its parts hold unsharded values inside the block, and run without their sharding hooks.
 
     Args:
@@ -44,7 +43,7 @@ def unsharded(module: nn.Module, values: Mapping[str, torch.Tensor], refusal: st
 def _show_values(
     part: nn.Module,
     prefix: str,
-    values: Mapping[str, torch.Tensor],
+    values: Mapping[str, Tensor],
     shown: dict[int, nn.Parameter],
     restored: contextlib.ExitStack,
 ) -> None:

@@ -21,8 +21,7 @@ from smp_core.engine.auto_degree import decide_with_smallest_degree
 from smp_core.engine.decide import decide
 from smp_core.engine.next_run import knobs_of_next_run
 from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.dtypes import Precision
-from smp_core.plan.plan import GivenSharding, Plan
+from smp_core.plan.plan import GivenSharding, Plan, Precision
 from smp_core.plan.shapes import Shapes
 from smp_core.topology import Topology
 
@@ -401,7 +400,7 @@ def test_a_reason_is_of_what_takes_effect() -> None:
 def test_nothing_is_settled_outside_of_planning() -> None:
     """`with_resolved` is called by rules, by who knows the layout of a model before, and by a face before it asks."""
     allowed = (
-        "smp_core/plan/draft.py",
+        "smp_core/plan/subject.py",
         "smp_core/engine/auto_degree.py",
         "smp_core/engine/next_run.py",
         "smp_core/config/config.py",

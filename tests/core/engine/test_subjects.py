@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from smp_core.config import Clash, SmpConfig
-from smp_core.engine.decide import decide
-from smp_core.engine.subjects import SUBJECTS, lines_of_subjects
+from smp_core.engine.decide import decide, lines_of_subjects
+from smp_core.engine.subjects import SUBJECTS
 from smp_core.fp8.rules import FP8
 from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.plan import GivenSharding, Plan

@@ -17,7 +17,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.optim import KIND, Muon, muon_groups
-from smp_core.optim.newton_schulz import flops
+from smp_core.optim.muon import flops
 from smp_core.optim.owners import deal
 from smp_core.topology import Topology
 from tests.core.expert_parallel.cases import beside_experts

@@ -14,7 +14,7 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.engine.auto_degree import decide_with_smallest_degree, missed
 from smp_core.engine.decide import decide
-from smp_core.optim import AdamW8bit
+from smp_core.optim import Adafactor, AdamW8bit, Muon
 from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.memory import MemoryEstimate, estimate as estimate_of, plan_table
 from smp_core.plan.optimizers import OPTIMIZERS as KNOWN, planned_states, states_of
@@ -109,6 +109,14 @@ def test_what_an_optimizer_keeps_is_what_it_makes(make: Any, whole: int, words: 
         entry = optimizer.state[parameter]
         made = sum(value.numel() for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step")
         assert kept.tensors * parameter.numel() == made
+
+
+def test_optimizers_whose_ranks_exchange_say_what_they_keep() -> None:
+    """Muon one momentum of each matrix, two of those that AdamW steps; Adafactor factors, which are not counted."""
+    matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(7))
+    assert states_of(Muon([matrix])).describe() == "found Muon, 1 state for each trainable parameter"
+    both = Muon([{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}])
+    assert (states_of(both).tensors, states_of(Adafactor([matrix])).tensors) == (2, 0)
 
 
 def test_moments_of_8_bits_are_planned_with_what_they_take() -> None:

@@ -67,8 +67,8 @@ def traced() -> ModelTrace:
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["some", "more"])
 def test_planned_bytes_and_memory_are_those_of_a_run(traced: ModelTrace, cases: list[dict[str, Any]]) -> None:
-    """Bytes to the last one. Memory within 0.5 %: scales of the step are among what a run has at its peak. Blocks are not
-    computed again: emulated products take a layer's values in float32, at which the peak would be then."""
+    """Bytes to the last one. Memory within 0.5 %: scales of the step are among what a run has at its peak. Blocks are
+    not computed again: emulated products take a layer's values in float32, at which the peak would be then."""
     for case, (seen, scales) in zip(cases, run_ranks(followed, 2, cases)[0], strict=True):
         asked = SmpConfig(**knobs_of(case))
         plan = decide(traced.of_precision(str(asked.activations.checkpoint), "mixed"), asked, MACHINES.cluster())

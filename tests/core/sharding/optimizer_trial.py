@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_core.checkpoint.tree import iterate_tensors
-from smp_core.sharding.optimizer.trial import made_like
+from smp_core.sharding.optimizer.kinds import made_like
 
 # The lengths of the parts are multiples of every processor's vectors, which would round what is left over differently.
 _WHOLE, _PARTS = (12, 8), (32, 64)

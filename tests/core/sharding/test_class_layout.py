@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
-from smp_core.sharding.fsdp.class_layout import any_class
+from smp_core.sharding.fsdp.wrapping import any_class
 from tests.core.sharding.prepared_runs import difference, weights
 from tests.harness import run_ranks
 

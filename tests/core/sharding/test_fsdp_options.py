@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from smp_core.cluster.links import Collectives, LinkFit, Links
-from smp_core.comm import link_rules
-from smp_core.comm.link_rules import MOST_IN_FLIGHT, units_in_flight
+from smp_core.comm import rules
+from smp_core.comm.rules import MOST_IN_FLIGHT, units_in_flight
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.plan import cluster
@@ -126,7 +126,7 @@ def handed_over(knobs: dict[str, Any]) -> tuple[list[str], float, list[Any]]:
         called.append(type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm).__name__)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link_rules, "missing_option", lambda *_: None)
+        patch.setattr(rules, "missing_option", lambda *_: None)
         patch.setattr(FSDPModule, "set_symm_mem_for_comm", symmetric)
         gradients = []
         for options in ({}, knobs):

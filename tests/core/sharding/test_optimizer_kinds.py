@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from smp_core.optim import Adafactor, Muon, StepsTogether
 from smp_core.sharding.optimizer import kinds as optimizer_kinds
 from smp_core.sharding.optimizer.kinds import (
     TORCHS_ELEMENTWISE,
@@ -88,7 +89,7 @@ def test_the_lists_hold_what_the_trial_finds() -> None:
     assert len(elementwise) > 10
     for kind in elementwise:
         assert difference(over_a_tensor(kind)) is None and difference_together(over_a_tensor(kind)) is None, kind
-    for kind in optimizer_kinds._TENSORWISE:
+    for kind in (*optimizer_kinds._TENSORWISE, Muon, Adafactor):
         assert difference_together(over_a_tensor(kind)) is None, kind
 
 
@@ -96,6 +97,26 @@ def test_the_lists_hold_what_the_trial_finds() -> None:
 def test_the_trial_finds_what_looks_further(kind: Any) -> None:
     assert difference(over_a_tensor(kind)) is not None
     assert (difference_together(over_a_tensor(kind)) is None) == (kind is not ClipsInside)
+
+
+class Together(StepsTogether):
+    """An optimizer whose ranks exchange something."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+class Further(Together):
+    """One that may do something else than what it is derived from."""
+
+
+@pytest.mark.usefixtures("own_lists")
+def test_optimizers_whose_ranks_exchange_step_each_tensor_by_itself() -> None:
+    require_tensorwise(over_a_tensor(Together))
+    with pytest.raises(ValueError, match="Further is not known to step each tensor by itself"):
+        require_tensorwise(over_a_tensor(Further))
+    with pytest.raises(ValueError, match="Together is not known to step each element by itself"):
+        require_elementwise(over_a_tensor(Together))
 
 
 @pytest.mark.usefixtures("own_lists")

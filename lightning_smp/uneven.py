@@ -1,4 +1,4 @@
-"""Evaluation and prediction of any number of samples: each sample once, on ranks with different numbers of batches.
+"""Ranks with different numbers of batches: refused in training, and in evaluation and prediction each sample once.
 
 A rank that has run out of batches cannot leave before the others, which gather its parameters in each step. Lightning's
 loop sees this rank's own batches alone, so hooks, callbacks, prediction writers and results are those of its samples.
@@ -29,11 +29,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
-from torch import nn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_smp.dealt import DealtLoader
+from smp_core.cluster import SmpMesh
 from smp_core.watch import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
@@ -274,7 +276,7 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
         for each in value.modules():
             yield from _restorers_of_attributes(each, seen)
         return
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and type(value) is torch.Tensor:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and type(value) is Tensor:
         yield functools.partial(_copy_back, value, value.detach().clone())
         return
     if not isinstance(value, _CONTAINERS) or id(value) in seen:
@@ -287,7 +289,7 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
             yield from _restorers_of_value(element, seen)
 
 
-def _copy_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
+def _copy_back(tensor: Tensor, kept: Tensor) -> None:
     if not torch.equal(tensor, kept):
         with torch.no_grad():
             tensor.copy_(kept)
@@ -296,3 +298,73 @@ def _copy_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
 def _fill(container: Any, elements: list[Any]) -> None:
     container.clear()
     (container.extend if hasattr(container, "extend") else container.update)(elements)
+
+
+def require_equal_training(trainer: Trainer) -> None:
+    """Check the numbers of batches before training. Collective.
+
+    Raises:
+        ValueError: an epoch has more batches on one rank than on another, and more than one of them are trained on.
+    """
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, trainer.num_training_batches)
+    windows = min(counts) // (trainer.accumulate_grad_batches or 1)
+    if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
+        raise _uneven("limit_train_batches", dict(enumerate(counts)))
+
+
+def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
+    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not be those of what is trained on.
+
+    Raises:
+        ValueError: it is one of several training loaders, ranks share a batch, or steps fetch batches themselves.
+    """
+    loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+    if not any(isinstance(loader, JoinedLoader) for loader in loaders):
+        return
+    if not isinstance(trainer.train_dataloader, JoinedLoader):
+        raise ValueError(
+            "JoinedLoader is one of several training loaders, which all may end at different batches; zip them to one "
+            "iterable and give train_dataloader a JoinedLoader of that"
+        )
+    if mesh.data_size < mesh.topology.world_size:
+        raise ValueError(
+            "JoinedLoader where ranks share a batch (context, tensor or pipeline degree above 1) is not built yet; "
+            "give all ranks as many batches (drop_last=True)"
+        )
+    if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+        raise ValueError(
+            "JoinedLoader: training_step(dataloader_iter) takes batches by itself, so that which one is the present "
+            "one is not known; write training_step(batch, batch_idx)"
+        )
+
+
+def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
+    """Check the numbers of batches before an evaluation, among ranks that gather parameters together. Collective.
+
+    Args:
+        limit: the Trainer's argument that bounds the number of batches.
+        batches: of each of this rank's data loaders.
+
+    Raises:
+        ValueError: they differ.
+    """
+    # Pipeline stages take every batch together, and any two partition groups share one with some stage.
+    stage = mesh.shard_degree * mesh.tensor_degree
+    together = mesh.topology.world_size if mesh.pipeline_degree > 1 else stage
+    if together == 1:
+        return
+    counts: list[Any] = [None] * mesh.topology.world_size
+    dist.all_gather_object(counts, batches)
+    for first in range(0, len(counts), together):
+        group = counts[first : first + together]
+        if any(each != group[0] for each in group):
+            raise _uneven(limit, dict(enumerate(group, first)))
+
+
+def _uneven(limit: str, counts: dict[int, Any]) -> ValueError:
+    shown = ", ".join(f"rank {rank}: {count}" for rank, count in list(counts.items())[:8])
+    return ValueError(
+        f"ranks have different numbers of batches ({shown}), and those that have more would wait for the others. Leave "
+        f"use_distributed_sampler at True, use drop_last=True, or write {limit}={min(counts.values())}"
+    )
