@@ -221,7 +221,8 @@ class Alone(layouts.Alone):
             self.average = AveragedModel(self.model)
         self.chosen: dict[Any, list[torch.Tensor]] = {}
         if "router_bias_update_rate" in dict(run.layout.knobs):
-            for block in list(self.model.modules()):
+            blocks: list[Any] = list(self.model.modules())
+            for block in blocks:
                 if hasattr(getattr(block, "gate", None), BIAS):
                     block.experts.register_forward_pre_hook(functools.partial(self._note, block.gate))
 

@@ -232,12 +232,12 @@ def featured(kind: str) -> nn.Module:
 
 
 def _own_with(features: list[str]) -> nn.Module:
-    model = OwnModel(to_one="to one" in features)
+    model: Any = OwnModel(to_one="to one" in features)
     first, second = model.blocks[0].experts, model.blocks[1].experts
     if "shared matrices" in features:
-        second.matrices = first.matrices  # type: ignore[union-attr]
+        second.matrices = first.matrices
     if "shared module" in features:
-        model.blocks[1].experts = first  # type: ignore[union-attr]
+        model.blocks[1].experts = first
     return model
 
 
