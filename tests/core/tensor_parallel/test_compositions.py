@@ -242,9 +242,13 @@ DELAYED, FP8 = {"delayed_init": True}, {"fp8": RECIPE}
 
 
 @needs_buffers_filled
-def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process() -> None:
-    check_fp8_and_delayed(4, {"shard_degree": 2, "tensor_parallel_degree": 2}, [DELAYED])
-    check_fp8_and_delayed(2, {"shard_degree": 1, "tensor_parallel_degree": 2}, [FP8])
+@pytest.mark.parametrize(
+    ("world", "shard", "which"),
+    [pytest.param(4, 2, DELAYED, marks=pytest.mark.slow), (2, 1, FP8)],
+    ids=["delayed", "FP8"],
+)
+def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process(world: int, shard: int, which: Any) -> None:
+    check_fp8_and_delayed(world, {"shard_degree": shard, "tensor_parallel_degree": 2}, [which])
 
 
 @pytest.mark.slow
