@@ -116,6 +116,7 @@ def whole_and_resumed(folder: Path) -> tuple[Run, Run]:
     return whole, fit(folder, 2, knobs, resume=str(folder / "checkpoint-2"))
 
 
+@pytest.mark.slow  # in the normal run: tests/core/expert_parallel/test_checkpoints.py
 def test_a_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
     for whole, resumed in run_ranks(whole_and_resumed, 4, tmp_path, ranks_per_node=4, timeout=300):
         assert resumed.losses == whole.losses[2:]

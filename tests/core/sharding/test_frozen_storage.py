@@ -209,10 +209,9 @@ def whole(tensor: Any) -> torch.Tensor:
     return found.detach()
 
 
+@pytest.mark.slow  # in the normal run: tests/lightning/test_frozen_storage.py
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [pytest.param("int8", torch.float64, marks=pytest.mark.slow), ("int4", torch.bfloat16)],
-    ids=["int8-float64", "int4-bfloat16"],
+    ("name", "dtype"), [("int8", torch.float64), ("int4", torch.bfloat16)], ids=["int8-float64", "int4-bfloat16"]
 )
 def test_a_checkpoint_goes_on_at_another_degree_with_the_same_base(
     tmp_path: Path, name: str, dtype: torch.dtype
