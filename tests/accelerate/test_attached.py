@@ -36,13 +36,19 @@ def on_one_rank(case: str, degree: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_adapter_of_one_rank_is_refused_on_all(degree: int) -> None:
     for said in run_ranks(on_one_rank, 2, "attached", degree):
         assert "only on rank 1 'blocks.0.late.0.bias' was attached" in said
 
 
-@pytest.mark.parametrize(("degree", "there"), [(1, "the end of a backward pass"), (2, "the model's next forward pass")])
+@pytest.mark.parametrize(
+    ("degree", "there"),
+    [
+        pytest.param(1, "the end of a backward pass", marks=pytest.mark.slow),
+        (2, "the model's next forward pass"),
+    ],
+)
 def test_a_rank_that_adds_a_group_alone_does_not_wait(degree: int, there: str) -> None:
     """Which would end with collectives, and other words."""
     group = r"optimizer\.add_param_group\(blocks\.0\.late\.0\.weight, blocks\.0\.late\.0\.bias, \.\.\.\)"

@@ -144,7 +144,7 @@ def whole_model(folder: str, **arguments: Any) -> tuple[dict[str, torch.Tensor],
     return full_weights(model), sorted(accelerator.get_state_dict(model))
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_save_model_writes_safetensors_that_plain_torch_loads(tmp_path: Path, degree: int) -> None:
     results = run_ranks(whole_model, 4, str(tmp_path), ranks_per_node=2, shard_degree=degree)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")

@@ -101,7 +101,7 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
 KEPT = {"keep_between_micro_batches": "parameters"}
 STAGES = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
 CASES = [
-    pytest.param(*case, marks=() if case[0] == "auto" or case[3] is STAGES else pytest.mark.slow)
+    pytest.param(*case, marks=() if case[3] is STAGES else pytest.mark.slow)
     for case in (
         ("auto", 2, 2, {}),
         (2, 2, 2, STAGES),
@@ -245,7 +245,9 @@ STAGED = {
 }
 
 
-@pytest.mark.parametrize(("stream", "staged"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("stream", "staged"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
+)
 def test_a_bare_loop_equals_one_process(stream: bool, staged: bool) -> None:
     """float64, but for the loss, which Transformers computes in float32. Under Accelerate's own name for the degree."""
     expected = bare_loop(None, stream)

@@ -57,6 +57,7 @@ def test_a_rank_that_leaves_the_others_is_named(kind: str, tmp_path: Path) -> No
     assert re.search(r"the run ended on rank 1 \(after optimizer step 2\)", end(kind, 2, "exit", 1, tmp_path))
 
 
+@pytest.mark.slow  # in the normal run: a group that one rank adds, in tests/accelerate/test_attached.py
 def test_a_hook_that_only_one_rank_registers_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """In a window of two micro-batches: the ranks would wait in different collectives."""
     stderr = end("loop", 2, "hook", 1, tmp_path)

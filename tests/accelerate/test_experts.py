@@ -93,7 +93,10 @@ EXPERTS = {"shard_degree": 2, "expert_parallel_degree": 2}
 STAGES = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 1}}
 
 
-@pytest.mark.parametrize("knobs, batch", [({"router_balance": "global"}, BATCH // 4), (STAGES, BATCH // 2)])
+@pytest.mark.parametrize(
+    "knobs, batch",
+    [pytest.param({"router_balance": "global"}, BATCH // 4, marks=pytest.mark.slow), (STAGES, BATCH // 2)],
+)
 def test_trainer_equals_one_process(knobs: dict[str, Any], batch: int, tmp_path: Path) -> None:
     """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of rounding. Auxiliary losses too."""
     expected = fit(tmp_path / "alone", BATCH, kind="balanced in float32")
@@ -113,6 +116,7 @@ def whole_and_resumed(folder: Path) -> tuple[Run, Run]:
     return whole, fit(folder, 2, knobs, resume=str(folder / "checkpoint-2"))
 
 
+@pytest.mark.slow  # in the normal run: tests/core/expert_parallel/test_checkpoints.py
 def test_a_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
     for whole, resumed in run_ranks(whole_and_resumed, 4, tmp_path, ranks_per_node=4, timeout=300):
         assert resumed.losses == whole.losses[2:]

@@ -53,8 +53,10 @@ def make_slow(trainer: Any, part: Part) -> None:
         trainer.data_collator = slowly
 
 
-def test_the_slow_rank_and_its_part_are_named() -> None:
-    cases: list[tuple[Part, int]] = [("forward", 1), ("data", 0)]
+@pytest.mark.parametrize(
+    "cases", [[("data", 0)], pytest.param([("forward", 1)], marks=pytest.mark.slow)], ids=["data", "forward"]
+)
+def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> None:
     for stragglers in run_ranks(found, 2, cases):
         named = [None if each is None else (each.part, each.rank) for each in stragglers]
         assert named == cases

@@ -82,6 +82,7 @@ def bare_loop(micro_batches: int) -> Training:
     return seen
 
 
+@pytest.mark.slow  # in the normal run: Trainer, above
 def test_a_bare_loop_equals_one_process() -> None:
     """Under Accelerate's own name for the degree; what is open is planned."""
     for seen in run_ranks(bare_loop, 4, 2, ranks_per_node=2):

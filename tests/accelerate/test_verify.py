@@ -51,6 +51,7 @@ def test_first_labels_count_alike_with_context_ranks() -> None:
     assert verified("--kind", "trainer", layout="context_parallel_degree=2 ranks=2").agrees
 
 
+@pytest.mark.slow  # in the normal run: tests/lightning/test_verify.py
 def test_an_unmodified_loop_agrees() -> None:
     """A plain Accelerator, with accumulation, clipping, shuffling and a schedule in batches."""
     report = verified("--kind", "loop", layout="shard_degree=2 ranks=2")

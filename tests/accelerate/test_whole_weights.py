@@ -86,7 +86,7 @@ KNOBS = [
 ]
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("knobs", [pytest.param(KNOBS[0], marks=pytest.mark.slow), *KNOBS[1:]], ids=str)
 def test_every_ending_of_a_script_writes_whole_weights(tmp_path: Path, knobs: dict[str, Any]) -> None:
     expected, nothing = run_ranks(endings, 2, str(tmp_path), **knobs)
     inner = expected.pop("part")
@@ -205,7 +205,9 @@ def saving_runs_the_model(folder: str, knobs: dict[str, Any]) -> Any:
     return losses, accelerator.get_state_dict(model)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"optimizer_shard": "world", "shard_degree": 1}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [pytest.param({}, marks=pytest.mark.slow), {"optimizer_shard": "world", "shard_degree": 1}], ids=str
+)
 def test_a_class_that_runs_its_model_while_it_saves(tmp_path: Path, knobs: dict[str, Any]) -> None:
     knobs = {"forward_methods": ("encode",), "units": {"modules": ["Linear"]}, **knobs}
     (losses, state), _ = run_ranks(saving_runs_the_model, 2, str(tmp_path), knobs)

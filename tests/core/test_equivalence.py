@@ -149,7 +149,7 @@ def test_float64_training_equals_one_process_everywhere(case: dict) -> None:
     check_float64(case)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_equal_one_process(degree: int) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     for seen in run_ranks(train_together, 2, torch.float64, 2, shard_degree=degree):
@@ -182,7 +182,7 @@ def test_float32_training_stays_within_summation_order(degree: int) -> None:
         "no replica hop",
         pytest.param("one parameter left out", marks=pytest.mark.slow),
         pytest.param("gathered for ever", marks=pytest.mark.slow),
-        "held for ever",
+        pytest.param("held for ever", marks=pytest.mark.slow),
     ],
 )
 def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:

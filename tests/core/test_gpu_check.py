@@ -206,6 +206,7 @@ def test_an_item_is_rehearsed(name: str, on: Device) -> None:
     assert not page.is_wrong({"state": "rehearsed", "rows": rows}), rows
 
 
+@pytest.mark.slow  # in the normal run: items at the desk, and what endings make of worlds that say nothing
 def test_ranks_of_several_devices_are_rehearsed(on: Device) -> None:
     """Ranks of their own, of which one goes another way: all end, and it is named."""
     [(name, work), *_] = ranks.endings(on)

@@ -105,8 +105,11 @@ def test_models_of_all_shapes_train_like_one_process_with_replicas(degree: int) 
     compare(OTHERS, 4, ranks_per_node=2, shard_degree=degree)
 
 
-def test_models_of_all_shapes_train_like_one_process() -> None:
-    compare(OTHERS, 2, shard_degree=2)
+@pytest.mark.parametrize(
+    "names", [OTHERS[::2], pytest.param(OTHERS[1::2], marks=pytest.mark.slow)], ids=["half", "rest"]
+)
+def test_models_of_all_shapes_train_like_one_process(names: list[str]) -> None:
+    compare(names, 2, shard_degree=2)
 
 
 def test_transformers_models_train_like_one_process() -> None:

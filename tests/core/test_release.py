@@ -71,7 +71,7 @@ def split_train_and_drop() -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_dropped_model_is_freed_with_its_mesh(degree: int) -> None:
     for left in run_ranks(train_and_drop, 2, degree):
         assert left == []

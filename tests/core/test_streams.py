@@ -23,34 +23,19 @@ HEADS_SHARED = {"shard_degree": 1, "tensor_parallel_degree": 4, "tensor_parallel
 OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 CLEAN = {
     "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
-    "nodes, states over the world": Case(
-        {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
-    ),
     "nodes, non-finite steps skipped": Case({"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}),
     "float16 with loss scaling": Case({"shard_degree": 2, "param_dtype": "float16"}, scales=True),
     "8 bits both ways": Case(
         {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": 0, "reduce": "int8"}}
     ),
-    "a secondary shard": Case({"shard_degree": 4, "reshard_after_forward": 2}),
     "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
     "a unit gathered ahead and not used": Case({"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, skips=True),
     "inputs on the host, one ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 2}}),
     "states on the host": Case({"shard_degree": 2, "state_offload": "optimizer"}, dtype="bfloat16"),
     "saves": Case({"shard_degree": 2}, saves=True),
     "a frozen base as codes": Case({"shard_degree": 4, "frozen_storage": "int8"}, saves=True),
-    "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
     "FP8 experts": Case({"shard_degree": 2, "fp8": True}, model="mixture", micro_batches=1),
     "shared sequences": Case({"shard_degree": 2, "context_parallel_degree": 2}, model="sentences", micro_batches=1),
-    "layers over two ranks": Case(
-        {
-            "shard_degree": 2,
-            "tensor_parallel_degree": 2,
-            "tensor_parallel": {"plan": {"blocks.*.0": "column", "blocks.*.2": "row"}},
-        }
-    ),
-    "fused projections over two ranks": Case(
-        {"shard_degree": 2, "tensor_parallel_degree": 2}, model="gpt2", micro_batches=1
-    ),
     "heads that ranks share": Case(HEADS_SHARED, model="llama", micro_batches=1),
     "fused experts over two ranks": Case(
         {"shard_degree": 2, "tensor_parallel_degree": 2}, model="mixtral", micro_batches=1
@@ -61,6 +46,21 @@ CLEAN = {
 }
 # Played by the slow test.
 MORE = {
+    "nodes, states over the world": Case(
+        {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
+    ),
+    "a secondary shard": Case({"shard_degree": 4, "reshard_after_forward": 2}),
+    "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
+    "layers over two ranks": Case(
+        {
+            "shard_degree": 2,
+            "tensor_parallel_degree": 2,
+            "tensor_parallel": {"plan": {"blocks.*.0": "column", "blocks.*.2": "row"}},
+        }
+    ),
+    "fused projections over two ranks": Case(
+        {"shard_degree": 2, "tensor_parallel_degree": 2}, model="gpt2", micro_batches=1
+    ),
     "two stages": Case({"shard_degree": 4}),
     "nodes, a bfloat16 model": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3),
     "an evaluation in between": Case({"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, evaluates=True),

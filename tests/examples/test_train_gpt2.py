@@ -27,6 +27,8 @@ from tests.harness import ROOT, free_port, going_on, run_script
 
 SMALL = ["--vocab-size", "300", "--seq-len", "64", "--max-mb", "0.6", "--validation-blocks", "64"]
 STEPS = 45
+FEW = 12
+"""Steps of the normal run: what is written is complete, but nothing much has been learned."""
 SCRIPT = "examples/train_gpt2.py"
 
 
@@ -35,15 +37,17 @@ def cached(folder: Path) -> Corpus:
     return Corpus(built, json.loads((built / "facts.json").read_text()))
 
 
-def check(out: Path, cache: Path, batch_size: int, ranks: int = 4) -> dict[str, Any]:
+def check(out: Path, cache: Path, batch_size: int, ranks: int = 4, steps: int = STEPS) -> dict[str, Any]:
     """What a finished run has to show; everything is recomputed here from the files alone."""
     results: dict[str, Any] = json.loads((out / "results.json").read_text())
-    assert len(results["loss"]) == STEPS
+    assert len(results["loss"]) == steps
     # The first loss is that of a model that knows nothing; the mean of ten steps takes the noise of batches out.
     assert abs(results["loss"][0] - np.log(300)) < 0.1
-    assert np.mean(results["loss"][-10:]) < results["loss"][0] - 1
-    # 0.86 where this was written; a model that ignores what came before cannot get below 1.
-    assert results["validation_perplexity"] < 0.93 * results["unigram_perplexity"]
+    if steps == STEPS:
+        assert np.mean(results["loss"][-10:]) < results["loss"][0] - 1
+        # 0.86 where this was written; a model that ignores what came before cannot get below 1.
+        assert results["validation_perplexity"] < 0.93 * results["unigram_perplexity"]
+    assert results["loss"][-1] < results["loss"][0]
     # torchmetrics adds logarithms up in float32.
     assert results["validation_perplexity"] == pytest.approx(np.exp(results["validation_loss"]), rel=1e-5)
     folder = out / "transformers"
@@ -65,18 +69,20 @@ def check(out: Path, cache: Path, batch_size: int, ranks: int = 4) -> dict[str, 
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_train_a_model_that_plain_transformers_loads(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "steps"), [(2, FEW), *(pytest.param(ranks, STEPS, marks=pytest.mark.slow) for ranks in (2, 4))]
+)
+def test_ranks_train_a_model_that_plain_transformers_loads(ranks: int, steps: int, tmp_path: Path) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     batch = 16 // ranks
     run = f"{SCRIPT} --ranks {ranks} --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2".split()
-    run += ["--batch-size", str(batch), "--steps", str(STEPS), "--delayed-init"]
+    run += ["--batch-size", str(batch), "--steps", str(steps), "--delayed-init"]
     done = run_script(
         [*run, *SMALL, "--cache-dir", cache, "--out", out],
         env={"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    results = check(out, cache, batch, ranks)
+    results = check(out, cache, batch, ranks, steps)
     assert f"perplexity {results['validation_perplexity']:.1f}; unigram baseline" in done.stdout
     assert re.search(r"Difference +\S+ \(allowed 1e-05\): equal", done.stdout)
     assert re.search(r"Monitor: \S+ samples/s, .* MB sent to other nodes, \S+ MB inside the node", done.stdout)

@@ -44,7 +44,7 @@ def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"shard_degree": 4}, {"shard_degree": 2}),
+        pytest.param({"shard_degree": 4}, {"shard_degree": 2}, marks=pytest.mark.slow),
         ({"shard_degree": 2, "checkpoint": "full"}, {"shard_degree": 4, "state_offload": "optimizer"}),
     ],
     ids=str,

@@ -289,7 +289,7 @@ def averaged_elements(knobs: dict[str, Any]) -> tuple[int, int]:
     return sum(part.numel() for part in average.parts), sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize(("shard", "parts"), [("shard", 2), ("world", 4)])
+@pytest.mark.parametrize(("shard", "parts"), [pytest.param("shard", 2, marks=pytest.mark.slow), ("world", 4)])
 def test_no_rank_holds_more_of_an_average_than_its_part(shard: str, parts: int) -> None:
     """The masters of its part with optimizer_shard="world"; uneven rows are at most one more per tensor."""
     knobs = {"shard_degree": 2, "optimizer_shard": shard}

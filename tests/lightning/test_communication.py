@@ -28,9 +28,12 @@ def fit_several(cases: list[dict[str, Any]]) -> list[Run]:
     return [fit_from(knobs, 1) for knobs in cases]
 
 
-def test_exact_schemes_train_like_one_process() -> None:
+@pytest.mark.parametrize(
+    "schemes", [EXACT_SCHEMES[1:4], pytest.param(EXACT_SCHEMES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_exact_schemes_train_like_one_process(schemes: list[dict[str, Any]]) -> None:
     expected = fit_from(None, 1)
-    for runs in together(fit_several, EXACT_SCHEMES):
+    for runs in together(fit_several, schemes):
         assert_same(runs, expected)
 
 

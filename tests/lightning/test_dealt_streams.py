@@ -202,11 +202,18 @@ def assert_like_one_process(cases: list[Case]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
-def test_a_stream_is_dealt_out_as_one_process_reads_it() -> None:
-    # A batch left over for two of four ranks; then at random, every layout and every kind.
-    left_over = Case("shards", "plain", 38, 36, 4, False, 0, 1)
-    cases = [left_over, *map(draw, (1, 5, 16, 19, 22, 27))]
-    assert {case.layout for case in cases} == set(LAYOUTS) and {case.kind for case in cases} == set(KINDS)
+# A batch left over for two of four ranks; then at random, every layout and every kind.
+STREAMS = [Case("shards", "plain", 38, 36, 4, False, 0, 1), *map(draw, (1, 5, 16, 19, 22, 27))]
+
+
+def test_every_layout_and_kind_of_stream_is_there() -> None:
+    assert {case.layout for case in STREAMS} == set(LAYOUTS) and {case.kind for case in STREAMS} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "cases", [STREAMS[::2], pytest.param(STREAMS[1::2], marks=pytest.mark.slow)], ids=["half", "rest"]
+)
+def test_a_stream_is_dealt_out_as_one_process_reads_it(cases: list[Case]) -> None:
     assert_like_one_process(cases)
 
 

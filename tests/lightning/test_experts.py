@@ -77,6 +77,7 @@ def test_a_fit_equals_one_process() -> None:
     assert_same(together(trained, KNOBS), expected)
 
 
+@pytest.mark.slow  # in the normal run: over stages
 def test_auxiliary_losses_are_those_of_one_process() -> None:
     """float64, 1e-12, as above."""
     expected = trained(kind="balanced")
@@ -121,6 +122,7 @@ def saved_and_resumed(path: str) -> tuple[Run, Run]:
     return trained(KNOBS, save=path), trained({**KNOBS, "expert_parallel_degree": 2}, load=path)
 
 
+@pytest.mark.slow  # in the normal run: tests/core/expert_parallel/test_checkpoints.py
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_degree(tmp_path: Path) -> None:
     """float64, 1e-12, as above."""
     for whole, resumed in run_ranks(saved_and_resumed, 4, str(tmp_path / "saved"), ranks_per_node=4, timeout=300):

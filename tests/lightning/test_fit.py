@@ -49,7 +49,7 @@ def check_fit(window: int, knobs: int) -> None:
     assert_same(together(fit, LanguageModule, options, KNOBS[knobs], **flags), expected)
 
 
-@pytest.mark.parametrize("window, knobs", SAMPLE)
+@pytest.mark.parametrize("window, knobs", [SAMPLE[0], pytest.param(*SAMPLE[1], marks=pytest.mark.slow), SAMPLE[2]])
 def test_fit_equals_one_process(window: int, knobs: int) -> None:
     check_fit(window, knobs)
 
@@ -104,7 +104,7 @@ def test_replicas_are_reduced_once_per_unit_and_optimizer_step() -> None:
             assert step["all_reduce/calls"] == units + 1
 
 
-@pytest.mark.parametrize("reductions", [1, 4])
+@pytest.mark.parametrize("reductions", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step(reductions: int) -> None:
     """Also with an evaluation inside of windows, whose gathers belong to no step; those of its window come twice. And
     it is reduced once where gradients are held."""

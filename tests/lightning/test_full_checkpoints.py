@@ -65,6 +65,7 @@ def test_an_ordinary_checkpoint_of_one_process_goes_on_under_the_strategy(tmp_pa
     assert_goes_on(together(fit_from, {"shard_degree": 1}, 2, load=path, ranks=2), longer)
 
 
+@pytest.mark.slow  # in the normal run: one file as it is saved, above, and consolidated ones of the core
 def test_a_consolidated_folder_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     folder, out, reference = (tmp_path / name for name in ("sharded", "out.ckpt", "reference.ckpt"))
     together(fit_from, {"shard_degree": 4}, 1, save=str(folder))

@@ -101,7 +101,7 @@ def seen(kind: str, accumulate: int, folder: Path) -> dict[str, Any]:
     return {name: (whole[place:], fit(STEPS, ckpt_path=folder / name)[1]) for name, place in places.items()}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loader_that_keeps_its_place_goes_on_behind_the_last_batch_of_training(
     accumulate: int, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -118,10 +119,16 @@ def averaged_over(folder: str, layouts: list[tuple[dict[str, Any], dict[str, Any
     return [averaged(f"{folder}/{place}", *layout) for place, layout in enumerate(layouts)]
 
 
-def test_tensors_by_parameter_in_a_callbacks_state_come_back_as_they_were(tmp_path: Path) -> None:
+TWO: dict[str, Any] = {"shard_degree": 2}
+FULL: dict[str, Any] = {"shard_degree": 2, "checkpoint": {"full_state_dict": True}}
+MOVES = [(TWO, {"shard_degree": 4}), (TWO, {"shard_degree": 1}), (FULL, TWO)]
+
+
+@pytest.mark.parametrize("layouts", [MOVES[:1], pytest.param(MOVES[1:], marks=pytest.mark.slow)], ids=len)
+def test_tensors_by_parameter_in_a_callbacks_state_come_back_as_they_were(
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]], tmp_path: Path
+) -> None:
     expected = averaged(str(tmp_path / "alone"), {}, {})
-    two, full = {"shard_degree": 2}, {"shard_degree": 2, "checkpoint": {"full_state_dict": True}}
-    layouts = [(two, {"shard_degree": 4}), (two, {"shard_degree": 1}), (full, two)]
     for runs in together(averaged_over, str(tmp_path / "ranks"), layouts):
         for run in runs:
             assert_same(run, expected)

@@ -25,7 +25,7 @@ EXACT: dict[str, Any] = {"precision": "64-true"}
     [
         ("toggled", 2),
         ("leaking", 4),
-        ("in_closure", 2),
+        pytest.param("in_closure", 2, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("toggled", 4), ("toggled", 1), ("cleared", 2))),
     ],
 )
@@ -186,7 +186,7 @@ class OwnParameters(LanguageModule):
 
 
 @pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 4))])
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parameters_of_the_lightning_module_itself_train_like_one_process(manual: bool, degree: int) -> None:
     flags = {**EXACT, **({} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})}
     expected = fit(OwnParameters, {"manual": manual}, **flags)

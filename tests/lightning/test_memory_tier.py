@@ -161,6 +161,7 @@ def test_a_run_in_stages_goes_on_from_memory(cases: list[int], tmp_path: Path) -
         assert opened == set()
 
 
+@pytest.mark.slow  # in the normal run: tests/accelerate/test_memory_tier.py
 def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
     runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], 3, ranks_per_node=1)
     check(runs, resumed_at=6)

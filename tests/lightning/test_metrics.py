@@ -57,7 +57,7 @@ def fit_measured(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_metrics_are_those_of_the_global_batch(degree: int) -> None:
     """Callback metrics of both kinds on every rank; counts are exact, the rest to 1e-12."""
     expected = fit_measured()

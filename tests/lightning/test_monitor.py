@@ -140,7 +140,7 @@ def flops_per_sample(report: dict[str, float], world_size: int) -> float:
     return report["tflops_per_device"] * 1e12 * world_size / report["samples_per_second"]
 
 
-@pytest.mark.parametrize("kind", [Model, ManualModel])
+@pytest.mark.parametrize("kind", [Model, pytest.param(ManualModel, marks=pytest.mark.slow)])
 def test_counts_are_those_of_the_whole_job(kind: type[Model]) -> None:
     """Per batch: 4 ranks x BATCH samples; manual: two optimizer steps per batch, each after a pass of its own."""
     steps_per_batch, passes = (1, 1) if kind is Model else (2, 2)
@@ -161,7 +161,7 @@ def test_counts_are_those_of_the_whole_job(kind: type[Model]) -> None:
     [
         {"shard_degree": 4},
         pytest.param({"shard_degree": 4, "collectives": {"hierarchical": False}}, marks=pytest.mark.slow),
-        {"shard_degree": 2},
+        pytest.param({"shard_degree": 2}, marks=pytest.mark.slow),
         pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
     ],
 )

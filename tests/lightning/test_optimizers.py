@@ -34,7 +34,7 @@ def fit_twice(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, WORLD], ids=str)
+@pytest.mark.parametrize("knobs", [pytest.param({"shard_degree": 2}, marks=pytest.mark.slow), WORLD], ids=str)
 def test_an_optimizer_made_in_init_trains_the_sharded_module_in_every_fit(knobs: dict[str, Any]) -> None:
     assert_same(together(fit_twice, knobs, ranks=2), fit_twice())
 
@@ -64,7 +64,7 @@ def resumed(knobs: dict[str, Any], path: str) -> Run:
 RESUMED = [{"shard_degree": 2, "state_offload": "optimizer"}, {**WORLD, "checkpoint": "full"}]
 
 
-@pytest.mark.parametrize("knobs", RESUMED, ids=str)
+@pytest.mark.parametrize("knobs", [pytest.param(RESUMED[0], marks=pytest.mark.slow), RESUMED[1]], ids=str)
 def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(knobs: dict[str, Any], tmp_path: Path) -> None:
     expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
     expected.losses = expected.losses[2:]
@@ -74,7 +74,7 @@ def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(knobs: di
         assert ("state_offload" in knobs) == (run.extra["on_host"] > 0)
 
 
-@pytest.mark.parametrize("style", ["toggled", "cleared"])
+@pytest.mark.parametrize("style", ["toggled", pytest.param("cleared", marks=pytest.mark.slow)])
 def test_two_optimizers_over_the_world_keep_their_gradients_apart(style: str) -> None:
     """What an optimizer steps are masters then; switching them off has to switch off the parameters."""
     knobs = {"shard_degree": 2, "optimizer_shard": "world"}

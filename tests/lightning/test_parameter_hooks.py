@@ -60,10 +60,17 @@ def fits_of_all(layouts: list[dict[str, Any]]) -> list[list[Run]]:
     return [fits(knobs) for knobs in layouts]
 
 
-def test_hooks_of_a_module_see_and_change_one_processs_gradients() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
+        pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_hooks_of_a_module_see_and_change_one_processs_gradients(layout: dict[str, Any]) -> None:
     expected = fits({})
-    layouts = [{"shard_degree": 1}, {"shard_degree": 2, "keep_between_micro_batches": "parameters"}]
-    for by_layout in together(fits_of_all, layouts):
+    for by_layout in together(fits_of_all, [layout]):
         for runs in by_layout:
             for seen, right in zip(runs, expected, strict=True):
                 assert_same(seen, right)

@@ -150,11 +150,13 @@ def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) ->
     assert max(worst(mine["state"][number], entry)[0] for number, entry in other["state"].items()) <= 1e-12
 
 
-def test_stochastic_weight_averaging_is_that_of_one_process() -> None:
+@pytest.mark.parametrize(
+    "cases", [[("odd", 1)], pytest.param([("odd", 1), ("gpt2", 2)], marks=pytest.mark.slow)], ids=["odd", "both"]
+)
+def test_stochastic_weight_averaging_is_that_of_one_process(cases: list[tuple[str, int]]) -> None:
     """BatchNorm's statistics are those of batches of the epoch that follows, whole ones: of micro-batches they would be
     others, as they are in training."""
     flags: dict[str, Any] = {"averaged": True, "max_epochs": 3, "limit_val_batches": 0}
-    cases = [("odd", 1), ("gpt2", 2)]
     results = run_ranks(averages, 2, cases, flags)
     for number, (kind, _) in enumerate(cases):
         assert_same([runs[number] for runs in results], named_once(train(kind, 8, {}, **flags)))

@@ -135,13 +135,17 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None)]
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id=""),
+        pytest.param({"place": 0}, id="in an epoch"),
+        pytest.param({}, id="", marks=pytest.mark.slow),
         pytest.param(
             {"distributed": False, "own_batches": True}, id="each rank shuffles for itself", marks=pytest.mark.slow
         ),
         pytest.param({"early": True}, id="loaders made early", marks=pytest.mark.slow),
         pytest.param({"workers": 1}, id="a worker reads", marks=pytest.mark.slow),
-        pytest.param({"keeping": 1, "early": True}, id="a loader that keeps its place, made early"),
+        pytest.param(
+            {"keeping": 1, "early": True, "place": 1}, id="a loader that keeps its place, made early, behind an epoch"
+        ),
+        pytest.param({"keeping": 1, "early": True}, id="the same at both places", marks=pytest.mark.slow),
         pytest.param({"keeping": 1}, id="a loader that keeps its place", marks=pytest.mark.slow),
         pytest.param({"keeping": 2, "early": True}, id="one beside another, made early", marks=pytest.mark.slow),
         pytest.param({"keeping": 2}, id="one beside another", marks=pytest.mark.slow),
@@ -149,8 +153,10 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None)]
 )
 def test_the_next_batch_and_the_next_random_number(options: dict[str, Any], tmp_path: Path) -> None:
     """On the same ranks: exact, on every rank."""
-    for results in run_ranks(resume_everywhere, 2, str(tmp_path), options, PLACES):
-        for (epoch, batch), (off, batches) in zip(PLACES, results, strict=True):
+    options = dict(options)
+    places = [PLACES[options.pop("place")]] if "place" in options else PLACES
+    for results in run_ranks(resume_everywhere, 2, str(tmp_path), options, places):
+        for (epoch, batch), (off, batches) in zip(places, results, strict=True):
             length = BATCHES if options.get("distributed", True) else 2 * BATCHES
             seen = epoch * length + (length if batch is None else batch + 1)
             assert batches == 3 * length - seen
@@ -330,9 +336,9 @@ def test_last_skips_what_is_broken_and_names_it(
         assert f"{folder}/{name}" in said.out + said.err and "BROKEN CHECKPOINT SKIPPED" in said.out + said.err
 
 
-def fit_from_weights(folder: str) -> list[str]:
+def fit_from_weights(folder: str, kinds: list[bool]) -> list[str]:
     said = []
-    for whole in (False, True):
+    for whole in kinds:
         trainer = make_trainer({"shard_degree": 2, "checkpoint": {"full_state_dict": whole}}, **EXACT)
         trainer.fit(Plain(batches=1, size=2))
         trainer.save_checkpoint(f"{folder}/{whole}.ckpt", weights_only=True)
@@ -342,8 +348,9 @@ def fit_from_weights(folder: str) -> list[str]:
     return said
 
 
-def test_weights_alone_are_no_run_to_go_on_with(tmp_path: Path) -> None:
-    for words in run_ranks(fit_from_weights, 2, str(tmp_path), ranks_per_node=2):
-        for whole, said in zip((False, True), words, strict=True):
+@pytest.mark.parametrize("kinds", [[False], pytest.param([False, True], marks=pytest.mark.slow)], ids=["parts", "both"])
+def test_weights_alone_are_no_run_to_go_on_with(kinds: list[bool], tmp_path: Path) -> None:
+    for words in run_ranks(fit_from_weights, 2, str(tmp_path), kinds, ranks_per_node=2):
+        for whole, said in zip(kinds, words, strict=True):
             assert f"{tmp_path}/{whole}.ckpt holds weights only" in said
             assert "leave ckpt_path out" in said and "load_from_checkpoint" in said

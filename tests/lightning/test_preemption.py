@@ -215,10 +215,13 @@ def cases_at(place: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return cases
 
 
-def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [FIRST[::2], pytest.param(FIRST[1:2], marks=pytest.mark.slow)], ids=len)
+def test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(
+    cases: list[tuple[dict[str, Any], dict[str, Any]]], tmp_path: Path
+) -> None:
     """One rank is told or all are, in a step, in a window, in a validation; to the last bit."""
-    by_rank = run_ranks(interrupted, 2, str(tmp_path), FIRST)
-    for number, case in enumerate(FIRST):
+    by_rank = run_ranks(interrupted, 2, str(tmp_path), cases)
+    for number, case in enumerate(cases):
         check(case, [seen[number] for seen in by_rank])
 
 

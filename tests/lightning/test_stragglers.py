@@ -109,8 +109,13 @@ def check(cases: list[tuple[Part, int]], ranks: int, **knobs: Any) -> None:
     assert all(said == [] for of_rank in results[1:] for said, _ in of_rank), "one rank says it"
 
 
-def test_the_slow_rank_and_its_part_are_named() -> None:
-    check([("forward", 1), ("backward", 3), ("data", 2), ("optimizer", 0)], 4, shard_degree=2)
+@pytest.mark.parametrize(
+    "cases",
+    [[("backward", 3), ("data", 2)], pytest.param([("forward", 1), ("optimizer", 0)], marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> None:
+    check(cases, 4, shard_degree=2)
 
 
 @pytest.mark.slow

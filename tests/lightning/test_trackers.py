@@ -144,7 +144,9 @@ def fit_uploading(folder: str, checkpoint: str) -> list[str]:
     return [text for text in said if "log_model" in text]
 
 
-@pytest.mark.parametrize(("checkpoint", "warnings"), [("sharded", [1, 0]), ("full", [0, 0])])
+@pytest.mark.parametrize(
+    ("checkpoint", "warnings"), [("sharded", [1, 0]), pytest.param("full", [0, 0], marks=pytest.mark.slow)]
+)
 def test_a_logger_that_would_upload_no_sharded_checkpoint_is_named_on_rank_0(
     checkpoint: str, warnings: list[int], tmp_path: Path
 ) -> None:

@@ -102,14 +102,17 @@ def compare(settings: list[dict[str, Any]], dropout: float) -> list[int]:
     return moved
 
 
-def test_losses_and_gradients_are_equal_to_the_last_bit() -> None:
-    settings = [
-        {"activations": {**OFFLOADED, "loading_horizon": 1}, "shard_degree": 2},
-        {"activations": {**OFFLOADED, "loading_horizon": 2, "checkpoint": "selective"}, "shard_degree": 2},
-        {"activations": {**OFFLOADED, "loading_horizon": 3}, "shard_degree": 2},
-        {"activations": {**OFFLOADED, "loading_horizon": 2}, "shard_degree": 1, "units": ["DroppingBlock", "*.down"]},
-        {"activations": {**OFFLOADED, "loading_horizon": 1, "checkpoint": {"*.up": "full"}}, "shard_degree": 2},
-    ]
+SETTINGS: list[dict[str, Any]] = [
+    {"activations": {**OFFLOADED, "loading_horizon": 2, "checkpoint": "selective"}, "shard_degree": 2},
+    {"activations": {**OFFLOADED, "loading_horizon": 2}, "shard_degree": 1, "units": ["DroppingBlock", "*.down"]},
+    {"activations": {**OFFLOADED, "loading_horizon": 1}, "shard_degree": 2},
+    {"activations": {**OFFLOADED, "loading_horizon": 3}, "shard_degree": 2},
+    {"activations": {**OFFLOADED, "loading_horizon": 1, "checkpoint": {"*.up": "full"}}, "shard_degree": 2},
+]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[:2], pytest.param(SETTINGS[2:], marks=pytest.mark.slow)], ids=len)
+def test_losses_and_gradients_are_equal_to_the_last_bit(settings: list[dict[str, Any]]) -> None:
     for moved in run_ranks(compare, 2, settings, 0.1):
         assert all(moved), f"nothing was fetched back: {moved}"
 

@@ -61,7 +61,11 @@ def save_with_full_disk(path: str, broken_rank: int, bytes_left: int, async_save
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("rank", "bytes_left"), [(3, 100), (0, 1500)], ids=["tensors of rank 3", "index of rank 0"])
+@pytest.mark.parametrize(
+    ("rank", "bytes_left"),
+    [(3, 100), pytest.param(0, 1500, marks=pytest.mark.slow)],
+    ids=["tensors of rank 3", "index of rank 0"],
+)
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_costs_nothing(
     tmp_path: Path, rank: int, bytes_left: int, async_save: bool
 ) -> None:

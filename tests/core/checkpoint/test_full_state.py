@@ -269,7 +269,7 @@ def online(rank0_only: bool) -> Any:
     return differences(dict(found), expected) if found else None, nested, DTensor in kinds
 
 
-@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize("rank0_only", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_online_state_dict_is_whole_on_rank_0_or_on_all(rank0_only: bool) -> None:
     for rank, (wrong, nested, sharded) in enumerate(run_ranks(online, 4, rank0_only)):
         if rank and rank0_only:

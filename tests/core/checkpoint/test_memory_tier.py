@@ -81,7 +81,7 @@ def folder_of(folder: Path, node: int) -> Path:
     return found
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_lost_node_is_given_its_part_by_a_replica_or_from_the_copy(tmp_path: Path, degree: int) -> None:
     """Groups of 2 fill a node, so that the other one has the same shards; of 4 they do not, and a copy is kept."""
     expected = run_ranks(keep, 4, str(tmp_path), degree, ranks_per_node=2)[0]
@@ -423,8 +423,9 @@ def test_memory_is_bounded_while_names_change(alone: Path, steps: int) -> None:
     assert len(kept._saver.slots._items) == 3, "names of before are forgotten"
 
 
+@pytest.mark.slow  # in the normal run: kills at all calls of a save, above, and a lost node under both faces
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("number", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, 60])
 def test_kills_and_lost_nodes_of_stages_and_tensor_ranks(number: int, tmp_path: Path) -> None:
     """What any rank knew to be kept is found, or the state after it, to the last bit."""
     done = run_script(["-m", "tests.core.checkpoint.memory_trials", str(tmp_path), str(number), "39"], timeout=3500)

@@ -119,6 +119,7 @@ def test_one_sagemaker_process_on_many_gpus_is_told(caplog: pytest.LogCaptureFix
     assert "torch_distributed" in caplog.text
 
 
+@pytest.mark.slow  # in the normal run: a run under torchrun, tests/lightning/test_endings.py
 def test_what_torchrun_really_sets_is_understood(tmp_path: Path) -> None:
     script = tmp_path / "say.py"
     script.write_text(

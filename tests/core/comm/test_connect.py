@@ -52,7 +52,7 @@ def sent(payload: str | None, sums: bool) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("payload", [None, "bf16", "int8"])
+@pytest.mark.parametrize("payload", [None, pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_what_connects_ranks_is_what_sums_send(payload: str | None) -> None:
     """An all-to-all that no sum sends costs gigabytes on every rank: NVIDIA/nccl#1685."""
     connected = run_ranks(sent, 2, payload, False)[0]
@@ -81,7 +81,10 @@ def dtypes_sent(knobs: dict[str, Any]) -> tuple[set[torch.dtype], set[torch.dtyp
     return connected, {*found}
 
 
-@pytest.mark.parametrize(("knobs", "dtype"), [({"reduce_dtype": None}, torch.bfloat16), ({}, torch.float32)])
+@pytest.mark.parametrize(
+    ("knobs", "dtype"),
+    [({"reduce_dtype": None}, torch.bfloat16), pytest.param({}, torch.float32, marks=pytest.mark.slow)],
+)
 def test_ranks_are_connected_by_sums_of_the_dtypes_that_follow(knobs: dict[str, Any], dtype: torch.dtype) -> None:
     """On NCCL half precision goes by all-to-all: a first one in backward would hold hosts that wait for each other."""
     assert run_ranks(dtypes_sent, 2, knobs) == [({dtype}, {dtype})] * 2

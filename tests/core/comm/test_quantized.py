@@ -124,16 +124,19 @@ def train_exactly(cases: list[dict[str, Any]]) -> list[Trajectory]:
     return [train_together(torch.float64, 2, **knobs) for knobs in cases]
 
 
-def test_first_steps_and_excluded_parameters_are_exact() -> None:
-    cases = [
-        {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": STEPS}},
-        {"shard_degree": 4, "compression": {"gather": "int8", "gather_exclude": ["*"]}},
-        {
-            "shard_degree": 4,
-            "compression": {"gather": "fp8", "gather_exclude": ["*"]},
-            "collectives": {"hierarchical": False},
-        },
-    ]
+NOT_ENCODED: list[dict[str, Any]] = [
+    {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": STEPS}},
+    {
+        "shard_degree": 4,
+        "compression": {"gather": "fp8", "gather_exclude": ["*"]},
+        "collectives": {"hierarchical": False},
+    },
+    {"shard_degree": 4, "compression": {"gather": "int8", "gather_exclude": ["*"]}},
+]
+
+
+@pytest.mark.parametrize("cases", [NOT_ENCODED[:2], pytest.param(NOT_ENCODED[2:], marks=pytest.mark.slow)], ids=len)
+def test_first_steps_and_excluded_parameters_are_exact(cases: list[dict[str, Any]]) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     for trajectories in run_ranks(train_exactly, 4, cases, ranks_per_node=2):
         for seen in trajectories:
@@ -175,12 +178,13 @@ def gather_with_odd_bytes_excluded(cases: list[dict[str, Any]]) -> list[dict[str
     ("world_size", "cases"),
     [
         (2, [{"shard_degree": 2, "compression": {"gather": name}} for name in ("int8", "fp8")]),
-        (
+        pytest.param(
             4,
             [
                 {"shard_degree": 4, "compression": {"gather": "int8", "gather_inside_nodes": inside}}
                 for inside in (False, True)
             ],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -235,8 +239,8 @@ def gather_with_a_bad_weight(bad_rank: int | None, knobs: dict[str, Any]) -> Gat
     "knobs",
     [
         {},
-        {"collectives": {"hierarchical": False}},
-        {"compression": {"gather": "int8", "gather_inside_nodes": True}},
+        pytest.param({"collectives": {"hierarchical": False}}, marks=pytest.mark.slow),
+        pytest.param({"compression": {"gather": "int8", "gather_inside_nodes": True}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -186,7 +186,7 @@ def sum_with_one_bad_value(bad_rank: int, bad: float) -> list[int]:
     return fallbacks
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(-float("inf"), marks=pytest.mark.slow)])
 def test_a_bad_value_on_one_rank_is_sent_exactly_and_by_nobody_else(bad: float) -> None:
     """Rank 2 is the second node's: its part goes exactly to rank 0, which sends the sum exactly to all."""
     fallbacks = run_ranks(sum_with_one_bad_value, 4, 2, bad, ranks_per_node=2)
@@ -218,7 +218,7 @@ def sum_with_one_bad_value_behind_the_host(bad: float) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_on_accelerators_a_block_with_a_bad_value_is_nan_for_all_and_nobody_asks(bad: float) -> None:
     """Rank 2 meets it on the way to the owner, rank 0, and that on the way to all."""
     assert run_ranks(sum_with_one_bad_value_behind_the_host, 4, bad, ranks_per_node=2) == [

@@ -58,9 +58,20 @@ def test_every_knob_is_documented_with_its_default() -> None:
             assert shown in documented[field.name], f"{field.name}: the default {shown} is not in its documentation"
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(values=st.fixed_dictionaries({}, optional=VALUES).map(consistent))
 def test_every_way_to_build_gives_the_same_config(values: dict[str, Any], tmp_path_factory: Any) -> None:
+    assert_every_way(values, tmp_path_factory)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(values=st.fixed_dictionaries({}, optional=VALUES).map(consistent))
+def test_every_way_to_build_more_gives_the_same_config(values: dict[str, Any], tmp_path_factory: Any) -> None:
+    assert_every_way(values, tmp_path_factory)
+
+
+def assert_every_way(values: dict[str, Any], tmp_path_factory: Any) -> None:
     config = SmpConfig(**values)
     assert {knob: getattr(config, knob) for knob in values} == values
     assert SmpConfig.from_dict(config.to_dict()) == config

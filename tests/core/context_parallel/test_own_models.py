@@ -83,10 +83,10 @@ def check(seeds: list[int]) -> None:
 
 def test_random_models_are_exact_or_refused() -> None:
     """float64, losses and gradients to 1e-10, which is summation order."""
-    check([0, 1, 2, 4, 25, 39, 57, 66, 67, 71])
+    check([0, 4, 39, 66, 71])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the first 200, so the drawn ones above, too
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_many_random_models_are_exact_or_refused(first: int) -> None:
     check(list(range(first, first + 20)))

@@ -23,13 +23,15 @@ from tests.core.tensor_parallel.model_cases import (
 )
 from tests.harness import run_ranks
 
+CONTEXT = (("context_parallel_degree", 2),)
+BALANCED = [Case("balanced", 2, 1, micro_batches=2), Case("balanced", 4, 2, knobs=CONTEXT)]
+MORE_BALANCED = [Case("balanced", shard, 2, micro_batches=3) for shard in (4, 2)]
 
-def test_auxiliary_losses_are_those_of_one_process() -> None:
+
+@pytest.mark.parametrize("cases", [BALANCED, pytest.param(MORE_BALANCED, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_auxiliary_losses_are_those_of_one_process(cases: list[Case]) -> None:
     """1e-12: sums in another order, in float64. Of all ranks, also where experts are gathered."""
-    layouts = [(2, 1), (4, 2), (2, 2)]
-    cases = [Case("balanced", shard, expert, micro_batches=1 + expert) for shard, expert in layouts]
-    context = (("context_parallel_degree", 2),)
-    assert_like_one_process([*cases, Case("balanced", 4, 2, knobs=context)])
+    assert_like_one_process(cases)
 
 
 def with_transformers_own() -> list[list[str]]:
@@ -89,14 +91,18 @@ def biased(cases: list[Case]) -> list[list[str]]:
     return found
 
 
-def test_biases_move_by_the_choices_of_all_ranks() -> None:
+RATED = ("router_bias_update_rate", RATE)
+RECOMPUTED = Case("DeepseekV3", 4, 1, micro_batches=2, knobs=(RATED, ("activations", "full")), steps=3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [RECOMPUTED, pytest.param(Case("DeepseekV3", 2, 2, knobs=(RATED,), steps=3), marks=pytest.mark.slow)],
+    ids=["gathered, recomputed", "dealt out"],
+)
+def test_biases_move_by_the_choices_of_all_ranks(case: Case) -> None:
     """1e-12: sums in another order. Recomputation sends tokens through routers twice."""
-    rate = ("router_bias_update_rate", RATE)
-    cases = [
-        Case("DeepseekV3", 2, 2, knobs=(rate,), steps=3),
-        Case("DeepseekV3", 4, 1, micro_batches=2, knobs=(rate, ("activations", "full")), steps=3),
-    ]
-    for found in run_ranks(biased, 4, cases, ranks_per_node=2, timeout=600):
+    for found in run_ranks(biased, 4, [case], ranks_per_node=2, timeout=600):
         assert [line for lines in found for line in lines] == []
 
 

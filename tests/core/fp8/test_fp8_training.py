@@ -230,7 +230,7 @@ def poisoned(micro_batches: int = 1, **knobs) -> tuple[bool, bool, list[str], bo
     "case",
     [
         {"shard_degree": 1},
-        {"shard_degree": 2},
+        pytest.param({"shard_degree": 2}, marks=pytest.mark.slow),
         {
             "shard_degree": 2,
             "micro_batches": 2,

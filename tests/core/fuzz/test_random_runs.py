@@ -1,7 +1,8 @@
 """Random knobs, models and training procedures train like one process in float64, or are refused by a ValueError that
 names a knob.
 
-The normal run has the cases of `NORMAL` seeds, in which everything occurs that can be drawn; the slow one has 2,000.
+Everything that can be drawn occurs in the cases of `NORMAL` seeds, of which the normal run has every third; the slow
+one has 2,000.
 A case that fails prints itself as JSON and how to play it again and make it small (`tests.core.fuzz.replay`).
 """
 
@@ -41,16 +42,21 @@ def cases() -> list[Case]:
 def test_everything_occurs(cases: list[Case]) -> None:
     occurs = Counter(feature for case in cases for feature in features_of(case))
     missing = [feature for feature in features() if not occurs[feature]]
-    assert not missing, f"no case of the normal run has {missing}; see _Drawing in tests/core/fuzz/drawing.py"
+    assert not missing, f"no case of the first ones has {missing}; see _Drawing in tests/core/fuzz/drawing.py"
 
 
 def test_a_case_survives_as_json(cases: list[Case]) -> None:
     assert [Case.from_json(case.to_json()) for case in cases] == cases
 
 
+THIRDS = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2))]
+
+
+@pytest.mark.parametrize("first", THIRDS)
 @pytest.mark.parametrize("layout", list(LAYOUTS), ids=str)
-def test_random_runs_equal_one_process(layout: tuple[int, int], cases: list[Case]) -> None:
-    outcomes = play([case for case in cases if case.layout == layout])
+def test_random_runs_equal_one_process(layout: tuple[int, int], first: int, cases: list[Case]) -> None:
+    some = [case for case in cases if case.layout == layout][first::3]
+    outcomes = play(some) if some else []  # of a rare layout there are few
     failed = [str(outcome) for outcome in outcomes if outcome.problem or outcome.refused]
     assert not failed, "\n\n".join(failed)
 

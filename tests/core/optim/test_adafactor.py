@@ -125,7 +125,9 @@ def in_parts(degree: int | None) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_gradients_that_one_rank_has_or_none_are_stepped_as_in_one_process(degree: int) -> None:
     expected = in_parts(None)
     for seen in run_ranks(in_parts, WORLD, degree, ranks_per_node=2):

@@ -139,8 +139,10 @@ def through_checkpoints(folder: Path, pairs: list[tuple[int, int]]) -> list[str]
     return wrong
 
 
-def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(tmp_path: Path) -> None:
-    pairs = [(4, 2), (1, 4), (2, 1)]
+@pytest.mark.parametrize("pairs", [[(4, 2)], pytest.param([(1, 4), (2, 1)], marks=pytest.mark.slow)], ids=str)
+def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(
+    pairs: list[tuple[int, int]], tmp_path: Path
+) -> None:
     assert run_ranks(through_checkpoints, WORLD, tmp_path, pairs, ranks_per_node=2) == [[]] * WORLD
 
 
@@ -179,7 +181,7 @@ def with_torchs_functions(degree: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_full_states_of_torchs_functions_go_on(degree: int) -> None:
     assert run_ranks(with_torchs_functions, WORLD, degree, ranks_per_node=2) == [[]] * WORLD
 
@@ -275,6 +277,7 @@ def losses_of_a_gpt(kind: Any, **options: Any) -> torch.Tensor:
     return torch.tensor(losses)
 
 
+@pytest.mark.slow  # in the normal run: its numbers, bit by bit
 def test_a_gpt_learns_as_with_float32_moments() -> None:
     """The loss falls from above 20 to about 4. With 8 bits it is within 0.05 in every step, and the mean of the last
     ten within 0.005; with another seed that mean is 0.04 off."""

@@ -97,9 +97,9 @@ def trained(knobs: dict[str, Any]) -> tuple[ParallelModel, Muon]:
     return parallel, optimizer
 
 
-def in_layouts() -> list[str]:
+def in_layouts(layouts: list[dict[str, Any]]) -> list[str]:
     wrong = []
-    for knobs in LAYOUTS:
+    for knobs in layouts:
         parallel, _ = trained(knobs)
         # as many samples a step as there are data ranks
         model = net()
@@ -110,15 +110,16 @@ def in_layouts() -> list[str]:
     return wrong
 
 
-def test_trains_like_one_process_in_every_layout() -> None:
-    assert run_ranks(in_layouts, 4, ranks_per_node=2) == [[]] * 4
+@pytest.mark.parametrize("layouts", [LAYOUTS[1::2], pytest.param(LAYOUTS[::2], marks=pytest.mark.slow)], ids=len)
+def test_trains_like_one_process_in_every_layout(layouts: list[dict[str, Any]]) -> None:
+    assert run_ranks(in_layouts, 4, layouts, ranks_per_node=2) == [[]] * 4
 
 
 def of_experts(model: nn.Module) -> Muon:
     return Muon(muon_groups(model, adamw={"lr": 0.01}), lr=0.02, ns_dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("shard", "expert"), [(4, 2), (2, 2)])
+@pytest.mark.parametrize(("shard", "expert"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_stacks_of_experts_are_stepped_where_they_are(shard: int, expert: int) -> None:
     assert max(run_ranks(beside_experts, 4, of_experts, shard, expert, ranks_per_node=2)) <= 1e-12
 
@@ -194,7 +195,7 @@ def equal_gradients(degree: int, shape: tuple[int, int]) -> tuple[list[int], flo
     return differ(reference, optimizer), of_all.item(), total
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equal_gradients_give_torchs_numbers_bit_by_bit(degree: int) -> None:
     for different, sent, total in run_ranks(equal_gradients, 4, degree, (30, 3), ranks_per_node=2):
         assert different == []

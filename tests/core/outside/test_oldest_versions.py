@@ -73,15 +73,20 @@ for hidden, program in (case.split(": ") for case in sys.argv[1:]):
 """
 
 
-def test_a_face_without_its_framework_names_the_extra_and_the_checkout_s_command() -> None:
-    cases = {
-        "lightning: import lightning_smp": "ImportError: lightning_smp needs lightning>=",
-        "lightning: import lightning_smp.strategy": "ImportError: lightning_smp needs lightning>=",
-        "accelerate: import accelerate_smp": "ImportError: accelerate_smp needs accelerate>=",
-        "accelerate: import accelerate_smp.run": "ImportError: accelerate_smp needs accelerate>=",
-        "transformers: from accelerate_smp import SmpTrainer": "ImportError: SmpTrainer needs transformers>=",
-        "matplotlib: from smp_core.report.charts import Charts; Charts()": "ValueError: matplotlib draws",
-    }
+LACKING = {
+    "lightning: import lightning_smp": "ImportError: lightning_smp needs lightning>=",
+    "accelerate: import accelerate_smp": "ImportError: accelerate_smp needs accelerate>=",
+    "matplotlib: from smp_core.report.charts import Charts; Charts()": "ValueError: matplotlib draws",
+}
+MORE_LACKING = {
+    "lightning: import lightning_smp.strategy": "ImportError: lightning_smp needs lightning>=",
+    "accelerate: import accelerate_smp.run": "ImportError: accelerate_smp needs accelerate>=",
+    "transformers: from accelerate_smp import SmpTrainer": "ImportError: SmpTrainer needs transformers>=",
+}
+
+
+@pytest.mark.parametrize("cases", [LACKING, pytest.param(MORE_LACKING, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_a_face_without_its_framework_names_the_extra_and_the_checkout_s_command(cases: dict[str, str]) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT, *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     said = done.stdout.splitlines()
@@ -124,13 +129,19 @@ for name, face, module in (case.split(",") for case in sys.argv[1:]):
 """
 
 
-def test_a_face_refuses_what_is_too_old() -> None:
-    cases = {
-        "lightning,lightning_smp,SmpShardedStrategy": "lightning_smp",
-        "accelerate,accelerate_smp,SmpAccelerator": "accelerate_smp",
-        "transformers,accelerate_smp,SmpTrainer": "SmpTrainer",
-        "transformers,accelerate_smp.trainer,SmpTrainer": "SmpTrainer",
-    }
+@pytest.mark.parametrize(
+    "cases",
+    [
+        {
+            "lightning,lightning_smp,SmpShardedStrategy": "lightning_smp",
+            "accelerate,accelerate_smp,SmpAccelerator": "accelerate_smp",
+            "transformers,accelerate_smp,SmpTrainer": "SmpTrainer",
+        },
+        pytest.param({"transformers,accelerate_smp.trainer,SmpTrainer": "SmpTrainer"}, marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_a_face_refuses_what_is_too_old(cases: dict[str, str]) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     expected = []

@@ -46,8 +46,9 @@ def require(cases: Sequence[Drawn], ranks: int) -> list[str]:
     return found
 
 
-def test_what_stages_can_do_without_is_left_out() -> None:
-    assert require(EXACT, 2) == ["exact"] * len(EXACT)
+@pytest.mark.parametrize("cases", [EXACT[::2], pytest.param(EXACT[1::2], marks=pytest.mark.slow)], ids=["half", "rest"])
+def test_what_stages_can_do_without_is_left_out(cases: list[Drawn]) -> None:
+    assert require(cases, 2) == ["exact"] * len(cases)
 
 
 def test_what_a_stage_would_lack_is_refused_before_training() -> None:
@@ -110,7 +111,7 @@ def failing(schedule: str) -> list[str]:
     return [*found, str(shared)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved:2", marks=pytest.mark.slow)])
 def test_a_first_forward_that_fails_on_one_stage_ends_on_all(schedule: str) -> None:
     """And the next step takes none of its messages."""
     first, last = run_ranks(failing, 2, schedule, timeout=60.0)

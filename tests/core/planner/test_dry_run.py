@@ -41,10 +41,10 @@ NODES = Hardware(4, 4, DEVICE, 100.0)
 Case = tuple[int, int, dict[str, Any]]
 CASES: list[Case] = [
     (2, 2, {"shard_degree": 16, "activations": "selective", "reshard_after_forward": "node"}),
-    (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
     (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full", "reshard_after_forward": False}),
 ]
 MORE_CASES: list[Case] = [
+    (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
     (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
     (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "selective"}),
@@ -187,8 +187,19 @@ def test_moments_of_8_bits_take_what_is_planned() -> None:
     assert states.memory.optimizer_states == pytest.approx(found.memory["optimizer"], rel=0.03)
 
 
-def test_tensor_ranks_hold_what_split_layers_show() -> None:
-    """Positions are whole, a vocabulary that ranks do not divide is padded; the second block stands for later ones."""
+def test_tensor_ranks_hold_what_split_layers_show(traced: ModelTrace) -> None:
+    """The second block stands for later ones."""
+    of_ranks = {n: {each.name: each.elements for each in traced.shapes["none"].over(n).parameters} for n in (1, 4)}
+    names = ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight")
+    for block in ("layers.0", "layers.2"):
+        parts = [of_ranks[4][f"model.{block}.{name}"] / of_ranks[1][f"model.{block}.{name}"] for name in names]
+        assert parts == [1 / 4, 1 / 4, 1]
+    assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".layers.1." in name)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_hold_whole_positions_and_a_padded_vocabulary() -> None:
+    """Of a vocabulary that ranks do not divide; the second block stands for later ones."""
     fields = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "vocab_size": 1002}
     traced = trace_model("small", 128, fields)
     shapes = traced.shapes["none"]
@@ -222,5 +233,11 @@ def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_spli
 def test_a_dry_run_says_what_it_has_not() -> None:
     with pytest.raises(ValueError, match="fp8: a dry run has no FP8 yet; leave --dry-run out"):
         rehearse(Question("gpt2", NODES, {"fp8": True}, TOKENS, 1, 2))
+    with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
+        rehearse(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))
+
+
+@pytest.mark.slow
+def test_the_child_process_says_what_a_dry_run_has_not() -> None:
     with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
         dry_run(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))

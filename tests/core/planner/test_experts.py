@@ -119,7 +119,8 @@ def test_a_step_of_a_mixture_computes_what_the_parameters_take_that_a_token_meet
     assert products + experts + 3 * found.full_attention == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", *(pytest.param(each, marks=pytest.mark.slow) for each in REST)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss-20b", *REST])
 def test_a_planned_step_of_a_mixture_of_full_size_computes_as_much(name: str) -> None:
     """2 %, as above; blocks before a mixture's, which are dense, are planned as if they were like the others."""
     traced, samples = trace_model(name, 4096), 3
@@ -164,7 +165,7 @@ def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
         dry_run_of(replace(given, model="mixtral-8x7b"))
 
 
-@pytest.mark.parametrize(("asked", "is_planned"), [("auto", True), (2, False)])
+@pytest.mark.parametrize(("asked", "is_planned"), [("auto", True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_an_open_expert_degree_is_planned_when_a_run_starts(asked: Any, is_planned: bool) -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)).bfloat16()
     batch = {"sequence": 32, "micro_batch": 2, "cluster": "2x4:h100-80g@100gbps"}

@@ -86,10 +86,10 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
     ("order", "knobs"),
     [
         ("before", {"shard_degree": 2}),
-        ("after", {"shard_degree": 2}),
-        ("after", {"shard_degree": 1}),
+        pytest.param("after", {"shard_degree": 2}, marks=pytest.mark.slow),
+        pytest.param("after", {"shard_degree": 1}, marks=pytest.mark.slow),
         ("after", {"shard_degree": 4, "frozen_storage": "int8"}),
-        ("after", {"shard_degree": 2, "keep_between_micro_batches": "gradients"}),
+        pytest.param("after", {"shard_degree": 2, "keep_between_micro_batches": "gradients"}, marks=pytest.mark.slow),
         ("in a group", {"shard_degree": 2}),
         ("came sharded", {}),
     ],

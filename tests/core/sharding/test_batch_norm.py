@@ -49,7 +49,7 @@ def convnet_with_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_and_running_statistics_are_those_of_the_global_batch(world: int) -> None:
     model = convnet()
     model(batch())

@@ -56,7 +56,7 @@ def test_same_numbers_at_every_world_size_and_shard_degree(world: int, degree: i
     assert run_ranks(sharded_digests, world, degree, UNITS) == [plain_digests] * world
 
 
-@pytest.mark.parametrize("units", [(), ("BatchNorm1d", "Halved", "LayerNorm")])
+@pytest.mark.parametrize("units", [pytest.param((), marks=pytest.mark.slow), ("BatchNorm1d", "Halved", "LayerNorm")])
 def test_same_numbers_whatever_the_units_are(units: tuple[str, ...], plain_digests: list[str]) -> None:
     assert run_ranks(sharded_digests, 2, 2, units) == [plain_digests] * 2
 

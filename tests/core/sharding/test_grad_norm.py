@@ -73,7 +73,7 @@ def norms_on_ranks(**knobs) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_norms_are_those_of_one_process_and_equal_on_all_ranks(degree: int) -> None:
     model = alone(4)
     found = run_ranks(norms_on_ranks, 4, shard_degree=degree, ranks_per_node=2)
@@ -100,7 +100,7 @@ def assert_gradients(seen: Gradients, model: nn.Module) -> None:
             assert torch.allclose(mine, parameter.grad, rtol=1e-12, atol=1e-12), name
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("max_norm", "clips"), [(0.5, True), (1e6, False)])
 def test_clipping_by_norm_is_that_of_one_process(norm_type: float, max_norm: float, clips: bool) -> None:
     model, untouched = alone(4), alone(4)
@@ -195,7 +195,7 @@ def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knob
     return {"norm": norm, "raised": raised, "left": left, "changed": bool(flags), "said": said}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "degree", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
@@ -210,7 +210,7 @@ def test_all_ranks_skip_a_nonfinite_step_and_rank_0_says_so(degree: int, norm_ty
             assert math.isnan(seen["norm"]) if math.isnan(bad) else seen["norm"] == math.inf
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
 def test_all_ranks_raise_on_a_nonfinite_norm(norm_type: float) -> None:
     for seen in run_ranks(meet_nonfinite, 4, "raise", norm_type, math.nan, 3, ranks_per_node=2, shard_degree=4):
         assert "on_nonfinite_grad_norm='skip'" in seen["raised"]

@@ -30,7 +30,7 @@ def scaled_step(spoil: str) -> tuple[float, dict[str, torch.Tensor], dict[str, t
     return scaler.get_scale(), before, full_weights(model)
 
 
-@pytest.mark.parametrize("spoil", ["sharded", "plain"])
+@pytest.mark.parametrize("spoil", [pytest.param("sharded", marks=pytest.mark.slow), "plain"])
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(spoil: str) -> None:
     for scale, before, after in run_ranks(scaled_step, 2, spoil):
         assert scale == 512.0

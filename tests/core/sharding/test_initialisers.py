@@ -196,7 +196,7 @@ def peak_of_materialisation(init_fn: Callable[[nn.Module], None] | None) -> tupl
     return live.peak, own
 
 
-@pytest.mark.parametrize("init_fn", [None, zero_first_row])
+@pytest.mark.parametrize("init_fn", [pytest.param(None, marks=pytest.mark.slow), zero_first_row])
 @needs_buffers_filled
 def test_peak_host_memory_is_the_own_shards_and_one_module(init_fn: Callable[[nn.Module], None] | None) -> None:
     model = on_meta(big_gpt2)

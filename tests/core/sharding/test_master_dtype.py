@@ -77,9 +77,10 @@ def runs_of(cases: Sequence[dict[str, Any]]) -> list[HalfPrecisionRun]:
     return [half_precision_run("bfloat16 model", knobs, (0, BF16_STEPS)) for knobs in cases]
 
 
-def test_a_half_precision_model_trains_as_in_one_process_with_float32_masters() -> None:
+@pytest.mark.parametrize("masters", [MASTERS[1::2], pytest.param(MASTERS[::2], marks=pytest.mark.slow)], ids=len)
+def test_a_half_precision_model_trains_as_in_one_process_with_float32_masters(masters: list[dict[str, Any]]) -> None:
     expected = one_process_with_masters("bfloat16 model")
-    for runs in run_ranks(runs_of, 4, MASTERS, ranks_per_node=2):
+    for runs in run_ranks(runs_of, 4, masters, ranks_per_node=2):
         for run in runs:
             assert_near(run.weights, expected)
 
@@ -93,10 +94,15 @@ def moved_on(folder: str, moves: Sequence[tuple[dict[str, Any], dict[str, Any]]]
     return runs
 
 
-def test_checkpoints_with_masters_move_between_layouts(tmp_path: Path) -> None:
+# Numbers of MASTERS: stored as the weights; of replicas; over the world; on the host; both.
+MOVES = [(0, 3), (3, 5)]
+MORE_MOVES = [(5, 0), (1, 6), (6, 1)]
+
+
+@pytest.mark.parametrize("numbers", [MOVES, pytest.param(MORE_MOVES, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_checkpoints_with_masters_move_between_layouts(numbers: list[tuple[int, int]], tmp_path: Path) -> None:
     """Stored as the weights, of each rank's part, or on the host: what is saved is float32, and resumed as such."""
-    stored, replicas, world, host, world_on_host = (MASTERS[number] for number in (0, 1, 3, 5, 6))
-    moves = [(stored, world), (host, stored), (world, host), (replicas, world_on_host), (world_on_host, replicas)]
+    moves = [(MASTERS[before], MASTERS[after]) for before, after in numbers]
     expected = one_process_with_masters("bfloat16 model")
     for runs in run_ranks(moved_on, 4, str(tmp_path), moves, ranks_per_node=2):
         for run in runs:

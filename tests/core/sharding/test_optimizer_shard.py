@@ -87,7 +87,7 @@ def train_cases(cases: list[dict[str, Any]]) -> list[Trajectory]:
     return found
 
 
-@pytest.mark.parametrize("cases", [CASES[1::4], pytest.param(CASES, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("cases", [CASES[1::8], pytest.param(CASES, marks=pytest.mark.slow)], ids=len)
 def test_float64_training_equals_one_process(cases: list[dict[str, Any]]) -> None:
     for trajectories in run_ranks(train_cases, 4, cases, ranks_per_node=2, timeout=600):
         for case, seen in zip(cases, trajectories, strict=True):

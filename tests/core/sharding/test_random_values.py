@@ -63,7 +63,9 @@ def drawn_on_ranks(knobs: dict[str, Any], own_seeds: bool) -> tuple[dict[str, li
     return {"own seeds": [*shown, whole(parallel.module[0].weight)]}, torch.rand(2).tolist()
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"shard_degree": 4}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{"shard_degree": 2}, pytest.param({"shard_degree": 4}, marks=pytest.mark.slow)], ids=str
+)
 def test_what_is_drawn_is_what_one_process_draws(knobs: dict[str, Any]) -> None:
     expected = drawn(model().parameters())
     for found, _ in run_ranks(drawn_on_ranks, 4, knobs, False, ranks_per_node=2):

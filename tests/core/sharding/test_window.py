@@ -49,17 +49,17 @@ def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degre
     check_scenarios(allowed(degree), degree)
 
 
-def test_replicas_of_whole_units_that_use_different_ones_train_like_one_process() -> None:
+@pytest.mark.parametrize("hierarchical", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_replicas_of_whole_units_that_use_different_ones_train_like_one_process(hierarchical: bool) -> None:
     """With one rank in a partition group there are units where parameters come from the host; then all ranks are one
     replication group, and sums are sent before or after other things that all ranks do."""
     names = [name for name in allowed(1) if SCENARIOS[name].per_replica]
-    for hierarchical in (False, True):
-        check_scenarios(names, 1, state_offload="all", collectives={"hierarchical": hierarchical})
+    check_scenarios(names, 1, state_offload="all", collectives={"hierarchical": hierarchical})
 
 
 def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_process() -> None:
     names = [name for name in allowed(2) if any(word in name for word in ("frozen", "thawed", "twice", "two forwards"))]
-    check_scenarios(names, 2, **KEPT)
+    check_scenarios(names[::2], 2, **KEPT)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"degree": 2, "every": 3},
+        {"degree": 2, "every": 5},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
@@ -109,7 +109,7 @@ def closed_inside_accumulate(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("held", [{}, HELD], ids=str)
+@pytest.mark.parametrize("held", [{}, pytest.param(HELD, marks=pytest.mark.slow)], ids=str)
 def test_a_window_may_be_closed_while_it_accumulates(held: dict[str, Any]) -> None:
     """What is held is reduced then, though backward passes still hold gradients."""
     expected = alone(PLAIN, 4)
@@ -174,7 +174,9 @@ def several_closed_passes(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("degree", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_closed_backward_passes_before_a_step_add_up(degree: int) -> None:
     torch.manual_seed(0)
     model = Net().double()
@@ -238,7 +240,7 @@ def train_only_root(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_model_of_one_unit(degree: int) -> None:
     torch.manual_seed(0)
     model = OnlyRoot().double()
@@ -268,7 +270,7 @@ def evaluate_in_the_middle(**knobs) -> Gradients:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"shard_degree": 2},
+        pytest.param({"shard_degree": 2}, marks=pytest.mark.slow),
         {"shard_degree": 4, "reshard_after_forward": 2},
         *(pytest.param({"shard_degree": degree}, marks=pytest.mark.slow) for degree in (1, 4)),
     ],

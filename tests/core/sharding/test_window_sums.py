@@ -264,7 +264,14 @@ def accumulate_half(reduce_dtype: str, **knobs) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **HELD}], ids=str
+    "knobs",
+    [
+        pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
+        {"shard_degree": 2},
+        pytest.param({"shard_degree": 4}, marks=pytest.mark.slow),
+        pytest.param({"shard_degree": 2, **HELD}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_bfloat16_gradients_add_up_in_float32(knobs: dict[str, Any]) -> None:
     """1 + 8 x 2**-9 is 1.015625, a bfloat16 number; added up in bfloat16 every 2**-9 would be rounded away."""

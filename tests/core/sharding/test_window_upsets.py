@@ -159,14 +159,19 @@ def steps_after_different_sums(cases: list[dict[str, Any]]) -> None:
         step_after("failed backward of other cells on each replica at enter", **knobs)
 
 
-def test_an_abandoned_window_of_which_replicas_had_sent_different_sums() -> None:
+DIFFERENT_SUMS: list[dict[str, Any]] = [
+    {"shard_degree": 2},
+    {"shard_degree": 1, "state_offload": "all", "collectives": {"hierarchical": False}},
+    {"shard_degree": 2, **HELD},
+    {"shard_degree": 2, "optimizer_shard": "world"},
+]
+
+
+@pytest.mark.parametrize(
+    "cases", [DIFFERENT_SUMS[:2], pytest.param(DIFFERENT_SUMS[2:], marks=pytest.mark.slow)], ids=["some", "more"]
+)
+def test_an_abandoned_window_of_which_replicas_had_sent_different_sums(cases: list[dict[str, Any]]) -> None:
     """One replica had sent the sums of three units, the other of one."""
-    cases: list[dict[str, Any]] = [
-        {"shard_degree": 2},
-        {"shard_degree": 2, **HELD},
-        {"shard_degree": 2, "optimizer_shard": "world"},
-        {"shard_degree": 1, "state_offload": "all", "collectives": {"hierarchical": False}},
-    ]
     run_ranks(steps_after_different_sums, 4, cases, ranks_per_node=2)
 
 
@@ -236,7 +241,7 @@ def zero_in_the_middle_alone(which: str) -> Gradients:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("which", ["left", "both"])
+@pytest.mark.parametrize("which", ["left", pytest.param("both", marks=pytest.mark.slow)])
 def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(which: str, knobs: dict) -> None:
     expected = zero_in_the_middle_alone(which)
     for seen in run_ranks(zero_in_the_middle, 4, which, ranks_per_node=2, **knobs):
@@ -268,7 +273,15 @@ def zeroed_where_a_rank_has_nothing_else(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 2, **HELD}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
+        {"shard_degree": 2},
+        pytest.param({"shard_degree": 2, **HELD}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_window_stays_open_on_a_rank_that_has_nothing_left_in_it(knobs: dict) -> None:
     for seen in run_ranks(zeroed_where_a_rank_has_nothing_else, 4, ranks_per_node=2, **knobs):
         assert seen["first.weight"] is None

@@ -41,7 +41,8 @@ WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "o
 
 CHUNKED = ("chunked_cross_entropy", 7)
 
-# Optimizer states over the world or on the host, parameters or inputs of blocks on the host, losses in chunks.
+# Optimizer states over the world or on the host, parameters or inputs of blocks on the host, losses in chunks. The
+# first of each belongs to the normal run.
 OVER_REPLICAS = [Case("llama", micro_batches=3, knobs=(WORLD, CHUNKED)), Case("gpt2", knobs=(WORLD, ON_HOST))]
 INPUTS_ON_HOST = ("activations", {"checkpoint": "full", "offload": True, "loading_horizon": 1})
 IN_ONE_GROUP = [
@@ -50,10 +51,11 @@ IN_ONE_GROUP = [
 ]
 
 
-def test_states_elsewhere_and_losses_in_chunks_train_like_one_process() -> None:
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_states_elsewhere_and_losses_in_chunks_train_like_one_process(number: int) -> None:
     """float64, 1e-12: see test_equivalence."""
-    assert_like_one_process(OVER_REPLICAS, 4)
-    assert_like_one_process(IN_ONE_GROUP, 2)
+    assert_like_one_process([OVER_REPLICAS[number]], 4)
+    assert_like_one_process([IN_ONE_GROUP[number]], 2)
 
 
 COMPILED = ("compile", {"backend": "aot_eager"})
@@ -76,6 +78,7 @@ def assert_compiled_like_one_process(cases: list[Case]) -> None:
             assert graphs > 0, case
 
 
+@pytest.mark.slow  # in the normal run: blocks with experts, in tests/core/expert_parallel/test_equivalence.py
 def test_compiled_blocks_train_like_one_process() -> None:
     assert_compiled_like_one_process([Case("plain", knobs=(COMPILED,))])
 
@@ -112,8 +115,12 @@ def assert_like_whole_sequences(runs: list[sequences.Run]) -> None:
             assert loss < 1e-12 and gradient < 1e-12 and largest > 1e-3, run
 
 
-def test_sequences_and_layers_over_ranks_are_those_of_one_process() -> None:
-    assert_like_whole_sequences([sequences.Run("llama", 2, 2, tensor=2), sequences.Run("gpt2", 2, 2, "left", tensor=2)])
+LLAMA, GPT2 = sequences.Run("llama", 2, 2, tensor=2), sequences.Run("gpt2", 2, 2, "left", tensor=2)
+
+
+@pytest.mark.parametrize("run", [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2], ids=lambda run: run.model)
+def test_sequences_and_layers_over_ranks_are_those_of_one_process(run: sequences.Run) -> None:
+    assert_like_whole_sequences([run])
 
 
 @pytest.mark.slow
@@ -235,9 +242,13 @@ DELAYED, FP8 = {"delayed_init": True}, {"fp8": RECIPE}
 
 
 @needs_buffers_filled
-def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process() -> None:
-    check_fp8_and_delayed(4, {"shard_degree": 2, "tensor_parallel_degree": 2}, [DELAYED])
-    check_fp8_and_delayed(2, {"shard_degree": 1, "tensor_parallel_degree": 2}, [FP8])
+@pytest.mark.parametrize(
+    ("world", "shard", "which"),
+    [pytest.param(4, 2, DELAYED, marks=pytest.mark.slow), (2, 1, FP8)],
+    ids=["delayed", "FP8"],
+)
+def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process(world: int, shard: int, which: Any) -> None:
+    check_fp8_and_delayed(world, {"shard_degree": shard, "tensor_parallel_degree": 2}, [which])
 
 
 @pytest.mark.slow

@@ -21,16 +21,16 @@ from tests.harness import run_ranks
 
 # Tensor 2 x shard 2; tensor 2 x 2 replicas; keys and values of two heads on four ranks. Others are the slow test's.
 SAMPLE = [
-    Case("llama", shard=2, micro_batches=3),
     Case("llama", tensor=4, sequence=False),
-    Case("gpt2", shard=2, micro_batches=2),
-    Case("llama", shard=2, knobs=(("activations", "full"), ("reshard_after_forward", False))),
+    Case("llama", shard=2, micro_batches=3, knobs=(("activations", "full"), ("reshard_after_forward", False))),
     Case("qwen3", knobs=(("activations", {"checkpoint": {"*.mlp": "full", "*.self_attn": "selective"}}),)),
 ]
+MORE = [Case("llama", shard=2, micro_batches=3), Case("gpt2", shard=2, micro_batches=2)]
 
 
-def test_layers_over_ranks_train_like_one_process() -> None:
-    assert_like_one_process(SAMPLE, 4)
+@pytest.mark.parametrize("cases", [SAMPLE, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_layers_over_ranks_train_like_one_process(cases: list[Case]) -> None:
+    assert_like_one_process(cases, 4)
 
 
 KEPT = [
@@ -49,6 +49,7 @@ def test_what_stays_unsharded_until_its_backward_trains_like_one_process() -> No
     assert_like_one_process([Case("gpt2", shard=2, knobs=(("reshard_after_forward", False),))], 4)
 
 
+@pytest.mark.slow  # in the normal run: a tensor group over nodes
 def test_partition_groups_over_nodes_gather_in_two_stages_around_tensor_groups() -> None:
     """Nodes of four ranks: two tensor groups on each, whose partition group spans both nodes. Between forward and
     backward each node keeps a copy."""
@@ -71,10 +72,16 @@ def inferred(kind: str, tensor: int = 2, sequence: bool = True, **more: Any) -> 
     return Case(kind, tensor, knobs=found, **more)
 
 
-def test_inspected_models_train_like_one_process() -> None:
+INSPECTED = [inferred("encoder"), inferred("strange", sequence=False)]
+MORE_INSPECTED = [inferred("strange"), inferred("gpt2")]
+
+
+@pytest.mark.parametrize(
+    "cases", [INSPECTED, pytest.param(MORE_INSPECTED, marks=pytest.mark.slow)], ids=["some", "more"]
+)
+def test_inspected_models_train_like_one_process(cases: list[Case]) -> None:
     """Modules that torch wrote, attention that knows its sizes by other names than ours, a Transformers model whose
     plan is not looked at."""
-    cases = [inferred("encoder"), inferred("strange"), inferred("strange", sequence=False), inferred("gpt2")]
     assert_like_one_process(cases, 2)
 
 
@@ -86,9 +93,12 @@ def test_inspected_models_train_like_one_process_on_more_layouts(kind: str) -> N
     assert_like_one_process(cases, 4)
 
 
-def test_an_encoder_and_a_decoder_train_like_one_process() -> None:
+@pytest.mark.parametrize(
+    "case", [Case("t5"), pytest.param(Case("t5_gated", sequence=False), marks=pytest.mark.slow)], ids=lambda c: c.kind
+)
+def test_an_encoder_and_a_decoder_train_like_one_process(case: Case) -> None:
     """Keys and values of other tokens than queries, position biases of heads, one embedding in four modules."""
-    assert_like_one_process([Case("t5"), Case("t5_gated", sequence=False)], 2)
+    assert_like_one_process([case], 2)
 
 
 @pytest.mark.slow

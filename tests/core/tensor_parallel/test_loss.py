@@ -40,7 +40,7 @@ def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
     return loss.item(), own.grad
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(smoothing: float) -> None:
     logits, targets = inputs()
     expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-7, label_smoothing=smoothing)

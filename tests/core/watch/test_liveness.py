@@ -181,7 +181,7 @@ def rank_0_ends_early(gone: bool) -> Report:
     return after(prepare, reporting=[1, 2], alive=[1, 2, 3])
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("gone", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_ran_out_of_batches_is_not_lost(gone: bool) -> None:
     for found, _ in run_ranks(rank_0_ends_early, 4, gone)[1:3]:
         assert found is not None and "lost" not in found

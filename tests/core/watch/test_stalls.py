@@ -111,7 +111,7 @@ def stalled(kind: str) -> str:
         watch.stop()
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["user code", pytest.param("data loading", marks=pytest.mark.slow)])
 def test_who_waits_is_told_with_the_unit_and_where_the_other_is(kind: str) -> None:
     said, silent = run_ranks(stalled, 2, kind)
     assert silent == ""
