@@ -41,7 +41,7 @@ class ForwardWithBuffers:
         return (self._written or set()) | self._lost
 
     def _first(self, args: tuple[Any, ...]) -> Any:
-        # What there was, and copies of what the forward may write into.
+        # What there was, and copies of what the forward may write into. Only a tensor's _version tells that it was.
         there = {number: getattr(*place) for number, place in enumerate(self._places)}
         versions = {number: tensor._version for number, tensor in there.items() if tensor is not None}
         copies = {number: there[number].clone() for number in versions if self._may_be_written(number, there[number])}
