@@ -118,8 +118,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         Raises:
             ValueError: with both numbers and what to write.
         """
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        if "RANK" not in os.environ:  # Lightning itself starts the processes, or has started this one
             return
         started = launch_environment()
         here = started.local_world_size
