@@ -3,6 +3,7 @@ effect."""
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 
 from smp_core.config import SmpConfig, contradictions
@@ -32,7 +33,8 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
                 f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
                 "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"
             )
-    wrong = [said for said in contradictions(config) if any(name in said for name in _OF_EACH_RUN)]
+    names_one = re.compile("|".join(map(re.escape, _OF_EACH_RUN))).search
+    wrong = [said for said in contradictions(config) if names_one(said)]
     if wrong:
         raise ValueError("\n".join(wrong))
     return config

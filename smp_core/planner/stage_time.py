@@ -106,7 +106,8 @@ class StagedModel(StepModel):
         of_trained = trace.trained[1] * self.reduced
         sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
-        root_gather, root_sum = [gathers[n] for n in sharded], [sums[n] for n in sharded]
+        root_gather = [gathers[n] for n in sharded]
+        root_sum = [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
         self.ranks = layout.world_size // layout.pipeline
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
