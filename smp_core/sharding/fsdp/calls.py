@@ -93,7 +93,7 @@ class Calls:
         self.unsharded = False
         weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
-        self._kept_for_hidden = {id(unit.module) for unit in self._units if unit.is_root}  # roots are kept anyway
+        self._hiding: dict[int, str] = {}  # units by what hides tensors of their outputs
         _all.add(self)
         expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
@@ -223,23 +223,36 @@ class Calls:
         if shown is None:
             return None
         shown.check_copies()
-        if torch.is_grad_enabled():
-            self._keep_for_hidden(module, output)
+        unit = shown.unit
+        if torch.is_grad_enabled() and unit is not None and not unit.is_root:  # roots are kept anyway
+            self._keep_for_hidden(module, unit, output)
         return shown.outlasting(output)
 
-    def _keep_for_hidden(self, module: nn.Module, output: Any) -> None:
+    def _keep_for_hidden(self, module: nn.Module, unit: ShardedUnit, output: Any) -> None:
         """Let a unit stay unsharded from forward to backward from here on, if its output hides tensors from FSDP2,
-        which gathers for the backward pass when a tensor of the output gets its gradient."""
-        if id(module) in self._kept_for_hidden or (kind := hides_gradient(output)) is None:
+        which gathers for the backward pass when a tensor of the output gets its gradient.
+
+        Raises:
+            RuntimeError: the unit has another use that backward comes to first, and frees the parameters behind.
+        """
+        kind = self._hiding.get(id(module)) or hides_gradient(output)
+        if kind is None:
             return
-        self._kept_for_hidden.add(id(module))
-        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-        logger.info(
-            "%s: forward gives tensors inside of a %s, where FSDP2 does not look: its parameters stay gathered from "
-            "forward to backward, as with reshard_after_forward=False",
-            self._names[id(module)] or self._name,
-            kind,
-        )
+        if unit.listener is not None and unit.listener.uses_left > 1:
+            raise RuntimeError(
+                f"{unit.name!r} is called more than once before the backward pass, and gives tensors inside of a "
+                f"{kind}, where FSDP2 does not look for them; return them in a tuple, list, dict or dataclass, or "
+                "leave it out of the units: units=[...] without it"
+            )
+        if id(module) not in self._hiding:
+            self._hiding[id(module)] = kind
+            module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+            logger.info(
+                "%s: forward gives tensors inside of a %s, where FSDP2 does not look: its parameters stay gathered "
+                "from forward to backward, as with reshard_after_forward=False",
+                unit.name,
+                kind,
+            )
 
     @torch.compiler.disable
     def _behind_reshard(self, module: nn.Module, *_: Any) -> None:
@@ -327,7 +340,7 @@ class _ShownUnit:
     """
 
     def __init__(self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
-        self._group, self._unit = group, unit
+        self._group, self.unit = group, unit
         self._left_by_a_call = self._begins_forward = False
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
@@ -344,8 +357,8 @@ class _ShownUnit:
     def begin(self, inputs: Any) -> None:
         """Take note of a forward, before FSDP2 gathers for it."""
         self._begins_forward = True
-        if self._unit is not None:
-            self._unit.note_use(inputs)
+        if self.unit is not None:
+            self.unit.note_use(inputs)
         if self._left_by_a_call and backward_pass() == -1:
             self._left_by_a_call = False
             if self._kept_versions is None or self._kept_versions != self._shard_versions():
@@ -417,7 +430,7 @@ class _ShownUnit:
     # Selective checkpointing: what FSDP2 does inside of a checkpointed module is no operation of the model.
 
     def hide_from_modes(self) -> None:
-        if self._unit is not None and self._unit.is_recomputed:
+        if self.unit is not None and self.unit.is_recomputed:
             self._hidden.enter_context(_disable_current_modes())
 
     def show_to_modes(self) -> None:
@@ -430,7 +443,7 @@ class _ShownUnit:
 
         def begin_gather(async_op: bool = False) -> None:
             in_backward = backward_pass() != -1
-            if in_backward and self._unit is not None and self._unit.is_passed_by:
+            if in_backward and self.unit is not None and self.unit.is_passed_by:
                 return  # FSDP2 gathers ahead what came before in forward, and roots always
             if in_backward and self._left_by_a_call:
                 self._left_by_a_call = False
@@ -444,8 +457,8 @@ class _ShownUnit:
                     parameter.check_shard(shard)
                 elif copy is not None:
                     parameter.settle(shard, copy)
-            if self._unit is not None:
-                self._unit.begin_gather(in_backward, self._begins_forward)
+            if self.unit is not None:
+                self.unit.begin_gather(in_backward, self._begins_forward)
             if not torch.is_inference_mode_enabled():
                 gather(async_op)
                 return

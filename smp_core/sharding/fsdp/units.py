@@ -40,7 +40,13 @@ class Slot:
 
 
 class Listener(Protocol):
-    """The interface that hears of calls and backward passes that come through a unit."""
+    """The interface that hears of calls and backward passes that come through a unit.
+
+    Attributes:
+        uses_left: forwards that no backward pass has come through yet, recomputed ones not counted.
+    """
+
+    uses_left: int
 
     def used(self) -> None:
         """Take note of a forward that a backward pass is to come through; recomputed ones are not told."""
@@ -182,7 +188,7 @@ class ShardedUnit:
         reentrant checkpoint recomputed in the pass when it had come through another use. Collective over the partition
         group."""
         was_used, self._is_used_in_backward = self._is_used_in_backward, False
-        if was_used and self.group is not None and not self.group.is_sharded and self.unsharded_gradients():
+        if was_used and self.group is not None and self.unsharded_gradients():
             self.group.reduce()
             self.group.end_of_reduction()
 

@@ -59,6 +59,7 @@ class UnitWindow:
     Attributes:
         received: the parameters that received a gradient in this window, on this rank, by index.
         slots: the parameters in the sum, by where each begins.
+        uses_left: forwards that no backward pass has come through yet, recomputed ones not counted.
         flat: this rank's sum, 1-D, in the dtype of FSDP2's reduction; None while idle.
         masters: of this rank's part, where optimizer states are sharded over the world.
     """
@@ -74,7 +75,7 @@ class UnitWindow:
         self._trainable_in_pass: set[int] = set()
         self._was_trainable: set[int] = set()
         self._reduced: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
-        self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
+        self.uses_left = 0
         self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
@@ -102,17 +103,17 @@ class UnitWindow:
     @property
     def has_uses_left(self) -> bool:
         """Return whether there are forwards that no backward pass has come through yet."""
-        return self._uses_left > 0
+        return self.uses_left > 0
 
     # Calls and backward passes
 
     def used(self) -> None:
         if here.window_began is None:
             here.in_window()
-        self._uses_left += 1
+        self.uses_left += 1
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
-        self._uses_left = max(self._uses_left - 1, 0)
+        self.uses_left = max(self.uses_left - 1, 0)
         self.received |= received
         self._received_in_pass |= received
         self._trainable_in_pass = trainable
@@ -135,7 +136,7 @@ class UnitWindow:
         left that FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its
         gradient, which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a
         graph that goes through backward twice.)"""
-        return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
+        return self.uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
 
     def end_of_pass(self) -> None:
         parameters = self.unit.parameters()
@@ -313,7 +314,7 @@ class UnitWindow:
         self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
         for noted in (self.received, self._received_in_pass, self._was_trainable):
             noted.clear()
-        self._uses_left = 0
+        self.uses_left = 0
         self.unit.forget_held()
 
     # Layout of the sum

@@ -326,11 +326,14 @@ def draw(seed: int) -> dict[str, Any]:
                 clones=rng.random() < 0.3,
             )
         )
+    how = unusual(LISTS, "list", 0.6)
+    if how == "copied" and not {"pruned", "old weight norm"}.isdisjoint(blocks[0]["members"]):
+        how = "list"  # torch cannot copy these
     units = rng.choice(("default", "blocks", "blocks", "small", "first", "all"))
     return {
         "seed": seed,
         "blocks": blocks,
-        "list": unusual(LISTS, "list", 0.6),
+        "list": how,
         "knobs": _knobs(rng, units, len(blocks)),
         "micro_batches": rng.choice((1, 1, 2)),
         "optimizer": rng.choice(("AdamW", "SGD", "fused")),

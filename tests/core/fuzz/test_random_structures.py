@@ -27,6 +27,7 @@ REFUSALS = (
     "write forward_methods=",
     "optimizer_shard='world' steps parts",
     "steps by torch's fused kernels",
+    "is called more than once before the backward pass, and gives tensors inside of",
 )
 Result = tuple[list[float], list[float], dict[str, torch.Tensor], torch.Tensor]
 
