@@ -102,10 +102,10 @@ def parallelize(
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
         plan = decided(asked)
-        degree = "expert_parallel_degree"
-        if getattr(asked, degree) == "auto" and getattr(plan.knobs, degree) == 1 and plan.shapes.experts:
+        if asked.expert_parallel_degree == "auto" and plan.knobs.expert_parallel_degree == 1 and plan.shapes.experts:
             # Experts that stay with their layers are no units.
-            plan = decided(asked.with_resolved(degree, 1, plan.knobs.why(degree)))
+            why = plan.knobs.why("expert_parallel_degree")
+            plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
         if plan.stages is not None:
             rehearse(model, plan.stages)
         return plan
