@@ -236,6 +236,19 @@ def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(centred: b
     assert apart[:1] == ([("into", "second")] if centred else [])
 
 
+def test_imaginary_parts_of_activations_are_compared() -> None:
+    """Fourier layers give complex numbers, which may differ by their imaginary parts alone."""
+    model = nn.Sequential(nn.Identity())
+    data, runs = torch.randn(2, 3, dtype=torch.complex128), []
+    for values in (data, data.real + 1.5j * data.imag):
+        seen = Activations(model)
+        model(values)
+        seen.close()
+        runs.append({event.place: event for event in seen.events})
+    assert runs[0] and runs[0].keys() == runs[1].keys()
+    assert all((difference(runs[1][place], event) or 0.0) > 1e-9 for place, event in runs[0].items())
+
+
 def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
     model = Net(False)
     seen = Activations(model)
