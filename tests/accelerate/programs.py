@@ -1,0 +1,492 @@
+"""Random programs of transformers' Trainer: drawn from a seed, and played by SmpTrainer on ranks, by the stock Trainer
+in one process that sees the same global batches, or by the stock Trainer on ranks (DDP).
+
+A program is a plain dict, which prints and pickles; a fixed one is ``{**USUAL, ...}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
+
+from accelerate_smp.trainer import SmpTrainer
+from tests.accelerate.program_parts import (
+    CALLBACKS,
+    DECODERS,
+    FAMILIES,
+    OVERRIDES,
+    OWN,
+    WORDS,
+    Metrics,
+    Recorder,
+    Stream,
+    filled,
+    largest,
+    make_model,
+    make_rows,
+    padding,
+    some,
+)
+from tests.accelerate.trainers import whole_weights
+from tests.core.tensor_parallel.model_cases import Wide
+
+Program = dict[str, Any]
+
+USUAL: Program = {
+    "seed": 1,
+    "model": "gpt2",
+    "world": 2,
+    "batch": 4,
+    "micro_batches": 1,
+    "samples": 16,
+    "lengths": "fixed",
+    "data": "map",
+    "eval_samples": [8],
+    "eval_data": "map",
+    "arguments": {"max_steps": 3, "logging_steps": 1},
+    "accelerator_config": {},
+    "overrides": [],
+    "callbacks": [],
+    "metrics": False,
+    "largest": False,
+    "script": ["train"],
+    "knobs": {"shard_degree": 2},
+    "resume": None,
+    "by": "one process",
+}
+
+# How a batch is shared, by the knobs for it.
+SHARED: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False, "across_nodes": True}},
+    "context": {"context_parallel_degree": 2},
+    "pipeline": {"pipeline_parallel_degree": 2},
+}
+_MORE_KNOBS: list[dict[str, Any]] = [
+    {"activations": "full"},
+    {"optimizer_shard": "world"},
+    {"keep_between_micro_batches": "parameters"},
+    {"keep_between_micro_batches": "gradients"},
+    {"reshard_after_forward": False},
+    {"checkpoint": "async"},
+]
+_SCHEDULES: list[dict[str, Any]] = [
+    {"lr_scheduler_type": "linear"},
+    {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 0.3},
+    {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}},
+    {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 1},
+    {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
+]
+_OPTIMIZERS = ["adamw_torch", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"]
+
+
+def samples_ranks(program: Program, world: int | None = None) -> int:
+    """The ranks that read different samples."""
+    knobs = program["knobs"]
+    shared = 1
+    for name in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+        shared *= knobs.get(name, 1)
+    return (world or program["world"]) // shared
+
+
+def draw(seed: int) -> Program:
+    """A program. What of it stock Trainer computes in another way on several ranks is measured by DDP."""
+    rng = random.Random(seed)
+    program: Program = {**USUAL, "seed": seed}
+    program["model"] = rng.choice(["gpt2", "gpt2", "llama", "bert", "t5", *OWN])
+    program["world"] = rng.choice([2, 2, 4])
+    program["batch"], program["micro_batches"] = rng.choice([4, 8]), rng.choice([1, 1, 2, 3])
+    whole = program["batch"] * program["micro_batches"]
+    program["samples"] = rng.choice([whole * rng.randint(2, 3), rng.randint(program["batch"], whole * 3 + 3)])
+    if program["model"] not in OWN and rng.random() < 0.4:
+        program["lengths"] = "ragged"
+    program["data"] = rng.choice(["map", "map", "map", "stream", "own loader", "group_by_length", "sequential"])
+    program["knobs"] = _draw_knobs(rng, program)
+    program["arguments"] = _draw_arguments(rng, program)
+    _draw_evaluation(rng, program)
+    _draw_methods(rng, program)
+    _draw_script(rng, program)
+    program["by"] = _measure(program)
+    return program
+
+
+def _draw_knobs(rng: random.Random, program: Program) -> dict[str, Any]:
+    world, knobs = program["world"], {}
+    shared = rng.choice([None, None, None, *SHARED])
+    if shared is not None and program["model"] in DECODERS and program["data"] != "group_by_length":
+        knobs = dict(SHARED[shared])
+    degrees = [degree for degree in (1, 2, 4) if degree <= world]
+    if "tensor_parallel_degree" in knobs or "pipeline_parallel_degree" in knobs:
+        degrees = [degree for degree in degrees if degree <= world // 2]
+    if "context_parallel_degree" in knobs:
+        degrees = [degree for degree in degrees if degree >= 2]
+    knobs["shard_degree"] = rng.choice(degrees)
+    if rng.random() < 0.5:
+        more = rng.choice(_MORE_KNOBS)
+        if not ("pipeline_parallel_degree" in knobs and "keep_between_micro_batches" in more):
+            knobs |= more
+    return knobs
+
+
+def _draw_arguments(rng: random.Random, program: Program) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"learning_rate": rng.choice([1e-3, 5e-3])}
+    if program["data"] == "stream" or rng.random() < 0.4:
+        arguments["max_steps"] = rng.randint(2, 6)
+    else:
+        arguments["num_train_epochs"] = rng.choice([1, 2, 1.5])
+    arguments |= rng.choice(_SCHEDULES)
+    arguments["optim"] = rng.choice(_OPTIMIZERS)
+    arguments["max_grad_norm"] = rng.choice([0.0, 0.05, 1.0, float("inf")])
+    arguments["weight_decay"] = rng.choice([0.0, 0.1])
+    arguments["logging_steps"] = rng.choice([1, 1, 2, 0.3])
+    if rng.random() < 0.2:
+        arguments["logging_strategy"] = "epoch"
+    rare: list[dict[str, Any]] = [
+        {"dataloader_drop_last": True},
+        {"average_tokens_across_devices": False},
+        {"logging_first_step": True},
+        {"include_num_input_tokens_seen": rng.choice(["all", "non_padding"])},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": rng.random() < 0.5}},
+        {"label_smoothing_factor": 0.1},
+        {"data_seed": 7},
+        {"logging_nan_inf_filter": False},
+    ]
+    for each in rare:
+        if rng.random() < 0.15:
+            arguments |= each
+    if program["model"] in OWN or program["model"] == "t5":
+        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs", "label_smoothing_factor"):
+            arguments.pop(name, None)
+    if rng.random() < 0.15:
+        program["accelerator_config"] = rng.choice(
+            [{"split_batches": True}, {"use_seedable_sampler": False}, {"dispatch_batches": True}]
+        )
+    return arguments
+
+
+def _draw_evaluation(rng: random.Random, program: Program) -> None:
+    arguments = program["arguments"]
+    program["eval_samples"] = rng.choice([[8], [16], [8, 16], [11], [3], [13, 6]])
+    program["eval_data"] = rng.choice(["map", "map", "stream"])
+    if rng.random() < 0.25:
+        return
+    how = rng.choice(["steps", "steps", "epoch"])
+    arguments["eval_strategy"] = how
+    if how == "steps":
+        arguments["eval_steps"] = rng.choice([1, 2, 0.4])
+    arguments |= dict.fromkeys(some(rng, ["eval_on_start", "prediction_loss_only"], 0.15), True)
+    if rng.random() < 0.3:
+        arguments["eval_accumulation_steps"] = 1
+    program["metrics"] = rng.random() < 0.6
+    if program["metrics"]:
+        program["largest"] = rng.random() < 0.3
+        arguments |= dict.fromkeys(some(rng, ["batch_eval_metrics"], 0.3), True)
+        if rng.random() < 0.3:
+            arguments["include_for_metrics"] = ["inputs", "loss"]
+        if rng.random() < 0.15 and not arguments.get("batch_eval_metrics"):
+            arguments["eval_do_concat_batches"] = False
+    name = "eval_loss" if len(program["eval_samples"]) == 1 else "eval_b_loss"
+    if rng.random() < 0.2:
+        arguments |= {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": name}
+        arguments["lr_scheduler_kwargs"] = {"patience": 0, "factor": 0.5}
+        arguments.pop("warmup_steps", None)
+    if rng.random() < 0.4:
+        arguments |= {"load_best_model_at_end": True, "save_strategy": how, "metric_for_best_model": name}
+        arguments["greater_is_better"] = rng.random() < 0.3
+        if how == "steps":
+            arguments["save_steps"] = arguments["eval_steps"]
+        if rng.random() < 0.5:
+            arguments["save_total_limit"] = rng.choice([1, 2])
+    elif rng.random() < 0.2:
+        arguments |= {"save_strategy": "best", "metric_for_best_model": name}
+
+
+def _draw_methods(rng: random.Random, program: Program) -> None:
+    known = list(OVERRIDES)
+    known.remove("own loader")
+    shared = samples_ranks(program) < program["world"]
+    if "pipeline_parallel_degree" in program["knobs"]:
+        known = ["groups", "steps", "own schedule", "predictions"]
+    program["overrides"] = some(rng, known, 0.12)
+    if program["data"] == "own loader":
+        program["overrides"].append("own loader")
+    if program["arguments"].get("lr_scheduler_type") == "reduce_lr_on_plateau" or program["largest"]:
+        program["overrides"] = [each for each in program["overrides"] if each not in ("own schedule", "predictions")]
+    callbacks = [name for name in CALLBACKS if name != "generates" or program["model"] in DECODERS]
+    if shared:
+        callbacks = [name for name in callbacks if name not in ("generates",)]
+    if "pipeline_parallel_degree" in program["knobs"]:
+        callbacks = ["flags", "stops epoch", "stops training", "rates"]
+    program["callbacks"] = some(rng, callbacks, 0.12)
+    if program["arguments"].get("load_best_model_at_end") and rng.random() < 0.3:
+        program["callbacks"].append("early stopping")
+    if program["model"] == "counting" and "two losses" in program["overrides"]:
+        program["overrides"].remove("two losses")
+
+
+def _draw_script(rng: random.Random, program: Program) -> None:
+    program["script"] = rng.choice(
+        [
+            ["train"],
+            ["train", "evaluate", "predict"],
+            ["evaluate", "train", "predict"],
+            ["predict", "train", "save"],
+            ["train", "evaluate", "train"],
+            ["train", "save"],
+        ]
+    )
+    arguments = program["arguments"]
+    if rng.random() < 0.35 and program["script"].count("train") == 1:
+        if "save_strategy" not in arguments:
+            arguments |= {"save_strategy": "steps", "save_steps": rng.choice([1, 2])}
+        program["resume"] = {
+            "which": rng.choice(["first", "middle", "last"]),
+            "world": rng.choice([program["world"], 2, 4]),
+            "knobs": {"shard_degree": rng.choice([1, 2])},
+            "ignore_data_skip": rng.random() < 0.15,
+            "stock": rng.random() < 0.2,
+        }
+        if rng.random() < 0.3:
+            arguments["restore_callback_states_from_checkpoint"] = True
+    if "save_strategy" not in arguments:
+        arguments["save_strategy"] = "no"
+
+
+def _measure(program: Program) -> str:
+    """Whose numbers are expected, and why."""
+    arguments = program["arguments"]
+    if arguments.get("average_tokens_across_devices") is False:
+        return "DDP: each rank divides by its own targets, as was asked for"
+    evaluates = arguments.get("eval_strategy") or {"evaluate", "predict"} & set(program["script"])
+    if evaluates and any(samples % program["batch"] for samples in program["eval_samples"]):
+        return "DDP: of an incomplete last batch Trainer repeats samples before it takes the mean of a rank's loss"
+    if program["data"] == "group_by_length":
+        return "DDP: which batches are alike in length follows from the batch of a rank"
+    if program["model"] == "bert" and "own sum" not in program["overrides"]:
+        return "DDP: the loss is multiplied by the ranks, as forward takes **kwargs and the model ignores counts"
+    if program["lengths"] == "ragged" and program["model"] in ("t5", "bert"):
+        return "DDP: the mean of each rank's own targets"
+    if program["lengths"] == "ragged":
+        counts = arguments.get("include_num_input_tokens_seen") == "all"
+        if counts or "two losses" in program["overrides"] or arguments.get("label_smoothing_factor"):
+            return "DDP: each rank pads to its own longest row"
+    if program["accelerator_config"].get("use_seedable_sampler") is False:
+        return "DDP: torch's sampler draws from another generator"
+    if program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream":
+        if program["samples"] % program["batch"] and not arguments.get("dataloader_drop_last"):
+            return "DDP: rank 0 fills a last batch until ranks divide it"
+    return "one process"
+
+
+# Playing
+
+
+def _reset() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    gc.collect()
+
+
+class _Alone:
+    """In front of the stock Trainer in one process: its last batch is filled as on ranks."""
+
+    fills = True
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        is_training = kwargs.get("is_training", False)
+        return filled(loader) if is_training else loader
+
+
+def trainer_class(program: Program, how: str) -> type:
+    """``how``: "smp", "stock" (on ranks) or "alone"."""
+    base: type = SmpTrainer if how == "smp" else Trainer
+    kind = type("Program", (_Alone, base) if how == "alone" else (base,), {"fills": how == "alone"})
+    for name in program["overrides"]:
+        kind = OVERRIDES[name](kind)
+    return kind
+
+
+def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]) -> Trainer:
+    """``how``: as of :func:`trainer_class`."""
+    readers = 1
+    if how == "stock":
+        readers = dist.get_world_size()
+    elif how == "smp":
+        readers = samples_ranks({"knobs": knobs}, dist.get_world_size())
+    split = program["accelerator_config"].get("split_batches", False)
+    batch = program["batch"] if split else program["batch"] // readers
+    arguments = dict(program["arguments"])
+    if program["data"] in ("group_by_length", "sequential"):
+        arguments["train_sampling_strategy"] = program["data"]
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=program["micro_batches"],
+        accelerator_config=program["accelerator_config"],
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        **arguments,
+    )
+    rows = make_rows(program["model"], program["samples"], program["lengths"], program["seed"])
+    evals = {}
+    for name, samples in zip("ab", program["eval_samples"], strict=False):
+        evaluated = make_rows(program["model"], samples, program["lengths"], program["seed"] + 100 + samples)
+        evals[name] = Stream(evaluated) if program["eval_data"] == "stream" else evaluated
+    recorder = Recorder()
+    tokens = torch.arange(3, 9).remainder(WORDS).view(2, 3)
+    callbacks: list[Any] = [recorder]
+    for name in program["callbacks"]:
+        callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
+    seed = program["seed"] + (dist.get_rank() if how == "smp" else 0)  # the first rank's weights are everyone's
+    options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
+    kind = trainer_class(program, how)
+    trainer = kind(
+        model=make_model(program["model"], seed),
+        args=args,
+        train_dataset=Stream(rows) if program["data"] == "stream" else rows,
+        eval_dataset=evals["a"] if len(evals) == 1 else evals,
+        data_collator=padding,
+        callbacks=callbacks,
+        compute_metrics=_metrics(program, args),
+        preprocess_logits_for_metrics=largest if program["largest"] else None,
+        **options,
+    )
+    trainer.recorder = recorder
+    return trainer
+
+
+def _metrics(program: Program, args: TrainingArguments) -> Any:
+    if not program["metrics"]:
+        return None
+    metrics = Metrics(args.batch_eval_metrics)
+    if args.batch_eval_metrics:
+        return metrics
+    return lambda prediction: metrics(prediction)
+
+
+def play(program: Program, folder: Path, how: str, resume: bool = False) -> dict[str, Any]:
+    """Run the script of the program, or its resumption from a checkpoint in ``folder``; what a user sees of it."""
+    knobs = program["knobs"]
+    if resume:
+        knobs = program["resume"]["knobs"]
+        program = {**program, "script": ["resume"]}
+        program["arguments"] = {**program["arguments"], "ignore_data_skip": program["resume"]["ignore_data_skip"]}
+    _reset()
+    trainer = make_trainer(program, folder, how, knobs)
+    found: dict[str, Any] = {"calls": []}
+    with Wide() if program["model"] in FAMILIES else contextlib.nullcontext():
+        for number, call in enumerate(program["script"]):
+            found["calls"].append(_call(trainer, program, call, folder))
+            found[f"state {number}"] = _state(trainer.state)
+    found["log"] = [_timeless(entry) for entry in trainer.state.log_history]
+    found["events"] = trainer.recorder.events
+    found["numbers"] = trainer.recorder.numbers
+    found["weights"] = {name: value.clone() for name, value in whole_weights(trainer.model).items()}
+    found["files"] = _files(trainer, program, folder)
+    found["arguments"] = {"accumulation": trainer.args.gradient_accumulation_steps}
+    return found
+
+
+def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
+    """Make one call of the script; what it returns."""
+    if call == "evaluate":
+        return _timeless(trainer.evaluate())
+    if call == "predict":
+        samples = program["eval_samples"][0]
+        rows = make_rows(program["model"], samples, program["lengths"], program["seed"] + 55)
+        predicted = trainer.predict(Stream(rows) if program["eval_data"] == "stream" else rows)
+        return [_tensors(predicted.predictions), _tensors(predicted.label_ids), _timeless(predicted.metrics)]
+    if call == "save":
+        trainer.save_model(str(folder / "final"))
+        return None
+    checkpoint = None
+    if call == "resume":
+        saved = _checkpoints(folder)
+        checkpoint = str(saved[{"first": 0, "middle": len(saved) // 2, "last": -1}[program["resume"]["which"]]])
+    output = trainer.train(resume_from_checkpoint=checkpoint)
+    return [output.global_step, {"train_loss": output.training_loss}, _timeless(output.metrics)]
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_tensors(each) for each in value]
+    return None if value is None else torch.as_tensor(value)
+
+
+_TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def _timeless(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not any(word in name for word in _TIMES)}
+
+
+def _state(state: TrainerState) -> dict[str, Any]:
+    best = state.best_model_checkpoint
+    return {
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "max_steps": state.max_steps,
+        "best": None if best is None else Path(best).name,
+        "best_metric": state.best_metric,
+        "best_step": state.best_global_step,
+        "tokens": state.num_input_tokens_seen,
+        "flos": state.total_flos,
+    }
+
+
+def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
+    """What plain Transformers loads from the checkpoints that are left, on the first rank."""
+    trainer.accelerator.wait_for_everyone()
+    if not trainer.is_world_process_zero():
+        return {}
+    found: dict[str, Any] = {}
+    for path in [*_checkpoints(folder), folder / "final"]:
+        if not path.is_dir():
+            continue
+        if program["model"] in FAMILIES:
+            kind = type(make_model(program["model"], 0))
+            loaded: nn.Module = kind.from_pretrained(path, dtype=torch.float64)
+            found[path.name] = {"weights": dict(loaded.state_dict())}
+        else:
+            found[path.name] = {"weights": load_file(path / "model.safetensors")}
+        if (path / "trainer_state.json").exists():
+            found[path.name]["state"] = _state(TrainerState.load_from_json(str(path / "trainer_state.json")))
+    return found
+
+
+def play_all(programs: list[Program], folder: Path, how: str, resume: bool = False) -> list[dict[str, Any] | str]:
+    """Play several, each in a folder of its own; an error becomes its words. On ranks these raise together or not."""
+    warnings.filterwarnings("ignore")
+    found: list[dict[str, Any] | str] = []
+    for program in programs:
+        if dist.is_initialized():
+            dist.barrier()
+        own = folder / f"program-{program['seed']}"
+        print(f"program {program['seed']}", flush=True)
+        try:
+            found.append(play(program, own, how, resume))
+        except Exception as error:
+            found.append("".join(traceback.format_exception(error)))
+    _reset()
+    return found
