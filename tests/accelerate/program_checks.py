@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.accelerate import loops
 from tests.accelerate.programs import Program, play_all, samples_ranks
 from tests.harness import run_ranks
 
@@ -148,6 +149,67 @@ def problems(programs: Sequence[Program], folder: Path) -> dict[int, str | None]
             wrong = problem(program, ours[program["seed"]], expected[program["seed"]])
             found[program["seed"]] = wrong if wrong in (None, "refused") else f"resumed, {wrong}"
     return found
+
+
+def loop_problems(drawn: Sequence[loops.Loop], folder: Path) -> dict[int, str | None]:
+    """What is wrong with each bare loop, by seed; "refused"; None."""
+    theirs = dict(
+        zip((loop["seed"] for loop in drawn), loops.play_all(list(drawn), folder / "alone", True), strict=True)
+    )
+    found: dict[int, str | None] = {}
+    for loop, ours in _loops_by_ranks(drawn, lambda loop: loop["world"], folder, False):
+        found[loop["seed"]] = _loop_problem(loop, ours, theirs[loop["seed"]])
+    resumed = []
+    for loop in drawn:
+        one = theirs[loop["seed"]]
+        if loop["resume"] is not None and found[loop["seed"]] is None and isinstance(one, dict) and "saved in" in one:
+            resumed.append(loop)
+    for loop, ours in _loops_by_ranks(resumed, lambda loop: loop["resume"]["world"], folder, True):
+        one = theirs[loop["seed"]]
+        assert isinstance(one, dict)
+        wrong = _loop_problem(loop, ours, _rest(one, ours[0]))
+        found[loop["seed"]] = wrong if wrong in (None, "refused") else f"resumed, {wrong}"
+    return found
+
+
+def _loops_by_ranks(drawn: Sequence[loops.Loop], ranks_of: Callable[..., int], folder: Path, resume: bool) -> Any:
+    for world in (2, 4):
+        some = [loop for loop in drawn if ranks_of(loop) == world]
+        if not some:
+            continue
+        limit = 120.0 + 20 * len(some)
+        of_ranks = run_ranks(
+            loops.play_all, world, some, folder / "ranks", False, resume, ranks_per_node=2, timeout=limit
+        )
+        for number, loop in enumerate(some):
+            yield loop, [each[number] for each in of_ranks]
+
+
+def _loop_problem(loop: loops.Loop, ours: Sequence[Found], theirs: Found) -> str | None:
+    as_program = {"lengths": "fixed", "by": ""}
+    if isinstance(theirs, str):
+        return problem(as_program, ours, theirs)
+    for name in ("states", "files"):
+        theirs.setdefault(name, [])
+    same: list[Found] = []
+    for rank, each in enumerate(ours):
+        if isinstance(each, dict) and rank:
+            each = {**each, "states": theirs["states"], "files": theirs["files"]}
+        same.append(each)
+    return problem(as_program, same, theirs)
+
+
+def _rest(theirs: dict[str, Any], ours: Found) -> dict[str, Any]:
+    """What the uninterrupted run found from the place on where the other one began."""
+    if isinstance(ours, str):
+        return theirs
+    rest = {}
+    for name, value in theirs.items():
+        if name == "saved in":
+            continue
+        is_series = isinstance(value, list) and name not in ("weights", "states", "files")
+        rest[name] = value[len(value) - len(ours.get(name, [])) :] if is_series else value
+    return rest
 
 
 def report(found: dict[int, str | None], programs: Sequence[Program]) -> str:
