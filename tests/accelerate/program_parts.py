@@ -468,6 +468,15 @@ def own_schedule(base: type) -> type:
     return OwnSchedule
 
 
+def per_item(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A ``compute_loss_func``: a sum over this rank's items, divided by those of the whole step."""
+    logits = _logits_of(outputs)
+    if logits.ndim == 3:
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return loss / num_items_in_batch
+
+
 OVERRIDES = {
     "two losses": two_losses,
     "own sum": own_sum,

@@ -37,6 +37,7 @@ from tests.accelerate.program_parts import (
     make_model,
     make_rows,
     padding,
+    per_item,
     some,
 )
 from tests.accelerate.trainers import whole_weights
@@ -61,6 +62,7 @@ USUAL: Program = {
     "callbacks": [],
     "metrics": False,
     "largest": False,
+    "extras": [],
     "script": ["train"],
     "knobs": {"shard_degree": 2},
     "resume": None,
@@ -90,6 +92,8 @@ _SCHEDULES: list[dict[str, Any]] = [
     {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 1},
     {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
 ]
+# What a constructor is given, or what is done to a model before.
+_EXTRAS = ["given optimizer", "frozen", "unlabelled", "loss function", "inputs by object"]
 _OPTIMIZERS = ["adamw_torch", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"]
 
 
@@ -106,7 +110,10 @@ def draw(seed: int) -> Program:
     """A program. What of it stock Trainer computes in another way on several ranks is measured by DDP."""
     rng = random.Random(seed)
     program: Program = {**USUAL, "seed": seed}
+    shared = rng.choice([None, None, None, *SHARED])
     program["model"] = rng.choice(["gpt2", "gpt2", "llama", "bert", "t5", *OWN])
+    if shared is not None:
+        program["model"] = rng.choice(DECODERS)
     program["world"] = rng.choice([2, 2, 4])
     program["batch"], program["micro_batches"] = rng.choice([4, 8]), rng.choice([1, 1, 2, 3])
     whole = program["batch"] * program["micro_batches"]
@@ -114,7 +121,11 @@ def draw(seed: int) -> Program:
     if program["model"] not in OWN and rng.random() < 0.4:
         program["lengths"] = "ragged"
     program["data"] = rng.choice(["map", "map", "map", "stream", "own loader", "group_by_length", "sequential"])
-    program["knobs"] = _draw_knobs(rng, program)
+    if shared is not None and program["data"] == "group_by_length":
+        program["data"] = "map"
+    if program["model"] in DECODERS and rng.random() < 0.1:
+        program |= {"data": "batch_rebalance", "lengths": "ragged"}
+    program["knobs"] = _draw_knobs(rng, program, shared)
     program["arguments"] = _draw_arguments(rng, program)
     _draw_evaluation(rng, program)
     _draw_methods(rng, program)
@@ -123,11 +134,9 @@ def draw(seed: int) -> Program:
     return program
 
 
-def _draw_knobs(rng: random.Random, program: Program) -> dict[str, Any]:
-    world, knobs = program["world"], {}
-    shared = rng.choice([None, None, None, *SHARED])
-    if shared is not None and program["model"] in DECODERS and program["data"] != "group_by_length":
-        knobs = dict(SHARED[shared])
+def _draw_knobs(rng: random.Random, program: Program, shared: str | None) -> dict[str, Any]:
+    world = program["world"]
+    knobs: dict[str, Any] = {} if shared is None else dict(SHARED[shared])
     degrees = [degree for degree in (1, 2, 4) if degree <= world]
     if "tensor_parallel_degree" in knobs or "pipeline_parallel_degree" in knobs:
         degrees = [degree for degree in degrees if degree <= world // 2]
@@ -179,7 +188,7 @@ def _draw_arguments(rng: random.Random, program: Program) -> dict[str, Any]:
 
 def _draw_evaluation(rng: random.Random, program: Program) -> None:
     arguments = program["arguments"]
-    program["eval_samples"] = rng.choice([[8], [16], [8, 16], [11], [3], [13, 6]])
+    program["eval_samples"] = rng.choice([[8], [8], [16], [8, 16], [16, 8], [11], [13, 6]])
     program["eval_data"] = rng.choice(["map", "map", "stream"])
     if rng.random() < 0.25:
         return
@@ -221,6 +230,17 @@ def _draw_methods(rng: random.Random, program: Program) -> None:
     if "pipeline_parallel_degree" in program["knobs"]:
         known = ["groups", "steps", "own schedule", "predictions"]
     program["overrides"] = some(rng, known, 0.12)
+    program["extras"] = some(rng, _EXTRAS, 0.12)
+    if program["model"] == "t5" or "pipeline_parallel_degree" in program["knobs"]:
+        program["extras"] = [each for each in program["extras"] if each not in ("unlabelled", "loss function")]
+    if program["model"] not in (*DECODERS, "counting"):
+        program["extras"] = [each for each in program["extras"] if each != "loss function"]
+    if "loss function" in program["extras"]:
+        program["arguments"].pop("label_smoothing_factor", None)
+    if "given optimizer" in program["extras"]:
+        program["overrides"] = [each for each in program["overrides"] if each not in ("own schedule", "groups")]
+        program["arguments"] |= {"lr_scheduler_type": "linear", "optim": "adamw_torch"}
+        program["arguments"].pop("lr_scheduler_kwargs", None)
     if program["data"] == "own loader":
         program["overrides"].append("own loader")
     if program["arguments"].get("lr_scheduler_type") == "reduce_lr_on_plateau" or program["largest"]:
@@ -273,6 +293,8 @@ def _measure(program: Program) -> str:
     evaluates = arguments.get("eval_strategy") or {"evaluate", "predict"} & set(program["script"])
     if evaluates and any(samples % program["batch"] for samples in program["eval_samples"]):
         return "DDP: of an incomplete last batch Trainer repeats samples before it takes the mean of a rank's loss"
+    if program["data"] == "batch_rebalance" and program["samples"] % program["batch"]:
+        return "DDP: the last samples are repeated until there is one for each rank and micro-batch"
     if program["data"] == "group_by_length":
         return "DDP: which batches are alike in length follows from the batch of a rank"
     if program["model"] == "bert" and "own sum" not in program["overrides"]:
@@ -330,7 +352,7 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     split = program["accelerator_config"].get("split_batches", False)
     batch = program["batch"] if split else program["batch"] // readers
     arguments = dict(program["arguments"])
-    if program["data"] in ("group_by_length", "sequential"):
+    if program["data"] in ("group_by_length", "sequential", "batch_rebalance"):
         arguments["train_sampling_strategy"] = program["data"]
     args = TrainingArguments(
         output_dir=str(folder),
@@ -342,6 +364,7 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
+        eval_use_gather_object="inputs by object" in program["extras"],
         **arguments,
     )
     rows = make_rows(program["model"], program["samples"], program["lengths"], program["seed"])
@@ -356,9 +379,17 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
     seed = program["seed"] + (dist.get_rank() if how == "smp" else 0)  # the first rank's weights are everyone's
     options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
+    model = make_model(program["model"], seed)
+    if "frozen" in program["extras"]:
+        next(parameter for parameter in model.parameters() if parameter.ndim > 1).requires_grad_(False)
+    if "given optimizer" in program["extras"]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
+        options["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    if "loss function" in program["extras"]:
+        options["compute_loss_func"] = per_item
     kind = trainer_class(program, how)
     trainer = kind(
-        model=make_model(program["model"], seed),
+        model=model,
         args=args,
         train_dataset=Stream(rows) if program["data"] == "stream" else rows,
         eval_dataset=evals["a"] if len(evals) == 1 else evals,
@@ -411,6 +442,8 @@ def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
     if call == "predict":
         samples = program["eval_samples"][0]
         rows = make_rows(program["model"], samples, program["lengths"], program["seed"] + 55)
+        if "unlabelled" in program["extras"]:
+            rows = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
         predicted = trainer.predict(Stream(rows) if program["eval_data"] == "stream" else rows)
         return [_tensors(predicted.predictions), _tensors(predicted.label_ids), _timeless(predicted.metrics)]
     if call == "save":
