@@ -131,6 +131,10 @@ def draw(seed: int) -> Program:
     _draw_methods(rng, program)
     _draw_script(rng, program)
     program["by"] = _measure(program)
+    if program["by"] != "one process" and program["resume"] and program["data"] != "stream":
+        # In a later epoch than the first, DDP resumes with the order of the first.
+        program["arguments"].pop("max_steps", None)
+        program["arguments"]["num_train_epochs"] = 1
     return program
 
 
@@ -305,6 +309,8 @@ def _measure(program: Program) -> str:
         counts = arguments.get("include_num_input_tokens_seen") == "all"
         if counts or "two losses" in program["overrides"] or arguments.get("label_smoothing_factor"):
             return "DDP: each rank pads to its own longest row"
+    if "inputs by object" in program["extras"]:
+        return "DDP: gathered objects are lists of rows, and one process's are tensors"
     if program["accelerator_config"].get("use_seedable_sampler") is False:
         return "DDP: torch's sampler draws from another generator"
     if program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream":

@@ -37,6 +37,33 @@ def check_loops(cases: list[loops.Loop], folder: Path, right: int = 1) -> None:
     assert list(found.values()).count(None) >= right
 
 
+RESUMED = {"which": "middle", "world": 2, "knobs": {"shard_degree": 2}, "ignore_data_skip": False, "stock": False}
+SAVED = {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
+# What was wrong once.
+CASES = [
+    # The samples of a step were counted as those of more ranks, and accumulation was halved.
+    program(
+        1, micro_batches=2, arguments=SAVED, accelerator_config={"split_batches": True}, resume={**RESUMED, "world": 4}
+    ),
+    # Ranks of one batch counted its operations once each.
+    program(2, knobs={**programs.SHARED["tensor"], "shard_degree": 1}),
+    program(3, knobs={**programs.SHARED["context"], "shard_degree": 2}),
+    program(4, knobs={**programs.SHARED["pipeline"], "shard_degree": 1}, batch=8),
+    # Each rank of a batch read other samples.
+    program(
+        5, world=4, data="batch_rebalance", lengths="ragged", knobs={**programs.SHARED["tensor"], "shard_degree": 2}
+    ),
+    # The second epoch went on in the order of the first.
+    program(6, data="own loader", overrides=["own loader"], arguments=SAVED, resume=RESUMED),
+    # Batches were skipped for one rank alone.
+    program(7, arguments=SAVED, accelerator_config={"dispatch_batches": True}, resume=RESUMED),
+]
+
+
+def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
+    check_programs(CASES, tmp_path, right=len(CASES))
+
+
 def test_a_drawn_program_of_trainer_is_as_in_one_process_or_refused(tmp_path: Path) -> None:
     check_programs([programs.draw(seed) for seed in range(6)], tmp_path, right=4)
 
