@@ -38,6 +38,7 @@ USUAL: Loop = {
     "data": "seedable",
     "how": {},
     "drop_last": False,
+    "tells_epoch": True,
     "models": 1,
     "kind": "dict",
     "optimizer": "AdamW",
@@ -77,6 +78,7 @@ def draw(seed: int) -> Loop:
         if loop["how"] == {"split_batches": True}:
             loop["samples"] -= loop["samples"] % loop["batch"]
     loop["drop_last"] = rng.random() < 0.2 and loop["how"] != {"join": True}
+    loop["tells_epoch"] = rng.random() < 0.5
     loop["kind"] = rng.choice(["dict", "tuple", "output"])
     loop["models"] = rng.choice([1, 1, 1, 2])
     loop["optimizer"] = rng.choice(["AdamW", "SGD", "groups", "Adagrad"])
@@ -319,7 +321,8 @@ class Player:
     def train(self, first_epoch: int = 0, skipped: int = 0) -> None:
         for number in range(first_epoch, self.loop["epochs"]):
             loader = self.loader
-            loader.set_epoch(number)
+            if self.loop["tells_epoch"]:
+                loader.set_epoch(number)
             if number == first_epoch and skipped:
                 loader = self.accelerator.skip_first_batches(self.loader, skipped)
             with contextlib.ExitStack() as stack:
