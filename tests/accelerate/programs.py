@@ -275,7 +275,9 @@ def _draw_script(rng: random.Random, program: Program) -> None:
     arguments = program["arguments"]
     if rng.random() < 0.35 and program["script"].count("train") == 1:
         if "save_strategy" not in arguments:
-            arguments |= {"save_strategy": "steps", "save_steps": rng.choice([1, 2])}
+            # A checkpoint behind which an evaluation is due would begin with it, which stock Trainer leaves out.
+            by_epoch = arguments.get("eval_strategy") == "epoch"
+            arguments |= {"save_strategy": "epoch" if by_epoch else "steps", "save_steps": rng.choice([1, 2])}
         program["resume"] = {
             "which": rng.choice(["first", "middle", "last"]),
             "world": rng.choice([program["world"], 2, 4]),
