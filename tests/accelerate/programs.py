@@ -183,7 +183,7 @@ def _draw_arguments(rng: random.Random, program: Program) -> dict[str, Any]:
     if program["model"] in OWN or program["model"] == "t5":
         for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs", "label_smoothing_factor"):
             arguments.pop(name, None)
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and program["data"] != "batch_rebalance":
         program["accelerator_config"] = rng.choice(
             [{"split_batches": True}, {"use_seedable_sampler": False}, {"dispatch_batches": True}]
         )
@@ -207,7 +207,7 @@ def _draw_evaluation(rng: random.Random, program: Program) -> None:
     if program["metrics"]:
         program["largest"] = rng.random() < 0.3
         arguments |= dict.fromkeys(some(rng, ["batch_eval_metrics"], 0.3), True)
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and program["model"] not in OWN:
             arguments["include_for_metrics"] = ["inputs", "loss"]
         if rng.random() < 0.15 and not arguments.get("batch_eval_metrics"):
             arguments["eval_do_concat_batches"] = False
@@ -247,6 +247,8 @@ def _draw_methods(rng: random.Random, program: Program) -> None:
         program["arguments"].pop("lr_scheduler_kwargs", None)
     if program["data"] == "own loader":
         program["overrides"].append("own loader")
+    if program["data"] == "batch_rebalance":
+        program["arguments"].pop("dataloader_drop_last", None)
     if program["arguments"].get("lr_scheduler_type") == "reduce_lr_on_plateau" or program["largest"]:
         program["overrides"] = [each for each in program["overrides"] if each not in ("own schedule", "predictions")]
     callbacks = [name for name in CALLBACKS if name != "generates" or program["model"] in DECODERS]
