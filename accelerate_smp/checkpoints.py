@@ -314,9 +314,11 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if getattr(loader, "use_stateful_dataloader", False):
         state["loader"] = loader.state_dict()
+    # That of the epoch in progress; a sampler that has been read to its end, ahead of training, is in the next one.
+    state["epoch"] = getattr(loader, "iteration", 0)
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if isinstance(sampler, SeedableRandomSampler):
-        state["sampler"] = {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
+        state["sampler"] = {"epoch": state["epoch"], "initial_seed": sampler.initial_seed}
     return state
 
 
@@ -326,6 +328,8 @@ def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if "sampler" in saved and isinstance(sampler, SeedableRandomSampler):
         sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
+    if "epoch" in saved and hasattr(loader, "set_epoch"):
+        loader.set_epoch(saved["epoch"])
 
 
 def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> None:

@@ -13,7 +13,8 @@ import shutil
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp import checkpoints
 from accelerate_smp.background import BackgroundSavingAccelerator
@@ -79,6 +80,9 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
         """Return a loader of the batches that are left of an epoch. Its start draws no random number: the epoch's own
         start drew one, before the state was saved that goes on here.
         """
+        is_dealt_out = isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches
+        if self.smp and is_dealt_out and not isinstance(dataloader.dataset, IterableDataset):
+            num_batches *= self.num_processes  # its sampler yields as many for each batch
         left = super().skip_first_batches(dataloader, num_batches)
         drawing = getattr(left, "base_dataloader", left)  # of Accelerate's own loaders
         if self.smp and num_batches and isinstance(drawing, DataLoader) and drawing.generator is None:

@@ -98,15 +98,24 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             self.dataloader_config.dispatch_batches = before
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader of the batches that are left of an epoch."""
+        """Return a loader of the batches that are left of an epoch; behind it ``dataloader`` is in the next one."""
         left = super().skip_first_batches(dataloader, num_batches)
-        return left if self.layout is None or left is dataloader else self._through_here(left)
+        return self._through_here(left, dataloader) if self.smp and left is not dataloader else left
 
-    def _through_here(self, prepared: Any) -> Any:
-        """Let the batches of a prepared loader come through this accelerator."""
+    def _through_here(self, prepared: Any, rest_of: Any = None) -> Any:
+        """Let the batches of a prepared loader come through this accelerator.
+
+        Args:
+            rest_of: the loader of which ``prepared`` has what is left of an epoch.
+        """
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
+            yield from through(loader)
+            if rest_of is not None and hasattr(loader, "iteration"):
+                rest_of.iteration = loader.iteration
+
+        def through(loader: Any) -> Iterator[Any]:
             # An evaluation in the block repeats nothing: its results would count twice. What it evaluates is in
             # Accelerate's own list, `_models`, which has no public name.
             if accelerator.joins_uneven and any(model.training for model in accelerator._models):
@@ -125,8 +134,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             accelerator._present, accelerator._number = around
 
         # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
-        through = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
-        vars(object)["__class__"].__set__(prepared, through)
+        ours = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        vars(object)["__class__"].__set__(prepared, ours)
         return prepared
 
     @contextlib.contextmanager

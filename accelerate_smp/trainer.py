@@ -173,8 +173,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of an optimizer step over all ranks."""
-        samples: int = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return samples // self.accelerator.batch_degree
+        return self.samples_of_a_batch() * args.gradient_accumulation_steps
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
         # The accelerator's own norm takes plain and sharded gradients together.

@@ -103,9 +103,13 @@ class CheckpointingTrainerMixin(_Base):
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: the state folder has them."""
 
+    def samples_of_a_batch(self) -> int:
+        """Return the samples that all ranks read together; with ``split_batches`` they share the batch of one."""
+        readers = 1 if self.accelerator.split_batches else self.args.world_size // self.accelerator.batch_degree
+        return int(self._train_batch_size) * readers
+
     def _data_position(self) -> dict[str, Any]:
         """Return the run's place in the epoch's samples, and the samples of a step."""
-        per_batch = self._train_batch_size * self.args.world_size // self.accelerator.batch_degree
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0
@@ -114,7 +118,7 @@ class CheckpointingTrainerMixin(_Base):
         batches = len(loader) if has_length(loader) else stream
         return {
             "epoch": int(epoch),
-            "samples_in_epoch": round((epoch - int(epoch)) * batches) * per_batch,
+            "samples_in_epoch": round((epoch - int(epoch)) * batches) * self.samples_of_a_batch(),
             "samples_per_step": per_step,
         }
 
@@ -142,7 +146,7 @@ class CheckpointingTrainerMixin(_Base):
                 if isinstance(resume_from_checkpoint, str) and self._has_state(resume_from_checkpoint):
                     self._keep_global_batch(resume_from_checkpoint)
                     self._resumes_from = resume_from_checkpoint
-                with self._leaving_when_told():
+                with self._leaving_when_told(), self._skipping_batches():
                     return super().train(resume_from_checkpoint, trial, *arguments, **keywords)
         except BaseException:
             if self.accelerator.background_saves is not None:
@@ -186,6 +190,16 @@ class CheckpointingTrainerMixin(_Base):
         if resume == "last":
             return self._newest_undamaged()
         return self._newest_undamaged() or True if resume is True else resume
+
+    @contextlib.contextmanager
+    def _skipping_batches(self) -> Iterator[None]:
+        """Let Trainer skip the batches of an epoch as the accelerator does, which knows who reads them."""
+        stock = trainer_module.skip_first_batches
+        trainer_module.skip_first_batches = lambda *arguments: self.accelerator.skip_first_batches(*arguments)
+        try:
+            yield
+        finally:
+            trainer_module.skip_first_batches = stock
 
     leaves: LeavesWhenTold | None = None
 
@@ -286,6 +300,9 @@ class CheckpointingTrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        for loader in self.accelerator._dataloaders:
+            # Trainer tells the epoch to the loader of what is left of it, from where no sampler of a rank hears of it.
+            loader.set_epoch(self.state.global_step // self._steps_per_epoch)
         if self._has_state(checkpoint):
             where = self._state_of(checkpoint)
             checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later

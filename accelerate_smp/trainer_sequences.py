@@ -121,6 +121,27 @@ class SharedSequencesTrainerMixin(_Base):
         counted = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + counted // self.accelerator.context_degree
 
+    def store_flos(self) -> None:
+        """Add up operations as Trainer does, over all ranks; those of a batch that several ranks share, once."""
+        self.current_flos /= self.accelerator.batch_degree
+        super().store_flos()
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the sampler as Trainer does; one that deals batches out to ranks itself (``batch_rebalance``) deals them
+        out to those that read different samples."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        shared = self.accelerator.batch_degree
+        if shared == 1 or not hasattr(sampler, "dp_size"):
+            return sampler
+        return type(sampler)(
+            lengths=sampler.lengths,
+            effective_batch_size=sampler.effective_batch_size // shared,
+            dp_size=self.accelerator.data_size,
+            grad_accum=sampler.grad_accum,
+            rank=self.accelerator.data_rank,
+            drop_last=sampler.drop_last,
+        )
+
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as Trainer does; a model whose loss is chunked smooths labels itself, because smoothing
         needs logits.
