@@ -131,8 +131,9 @@ def draw(seed: int) -> Program:
     _draw_methods(rng, program)
     _draw_script(rng, program)
     program["by"] = _measure(program)
-    if program["by"] != "one process" and program["resume"] and program["data"] != "stream":
-        # In a later epoch than the first, DDP resumes with the order of the first.
+    measured_alone = program["by"] == "one process" and not program["accelerator_config"].get("dispatch_batches")
+    if program["resume"] and not measured_alone and program["data"] != "stream":
+        # In a later epoch than the first, DDP resumes with the order of the first, and so do batches of rank 0.
         program["arguments"].pop("max_steps", None)
         program["arguments"]["num_train_epochs"] = 1
     return program
