@@ -65,8 +65,23 @@ CASES = [
 ]
 
 
+RESUMED_LOOP = {"world": 2, "knobs": {"shard_degree": 2}}
+LOOPS = [
+    # What was left of the second epoch, and the third, came in the order of the first.
+    loop(1, epochs=3, tells_epoch=False, save_after=6, resume=RESUMED_LOOP),
+    loop(2, epochs=3, tells_epoch=False, save_after=6, resume=RESUMED_LOOP, data="own sampler"),
+    # So did the second epoch behind a state that the last batch of the first had left.
+    loop(3, tells_epoch=False, save_after=4, resume={**RESUMED_LOOP, "world": 4}),
+    # The last batch was one of the next epoch: its incomplete end had been read ahead.
+    loop(4, samples=14, tells_epoch=False, save_after=3, resume=RESUMED_LOOP),
+    # Batches were skipped for one rank alone.
+    loop(5, how={"dispatch_batches": True}, epochs=1, save_after=2, resume=RESUMED_LOOP),
+]
+
+
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
     check_programs(CASES, tmp_path, right=len(CASES))
+    check_loops(LOOPS, tmp_path, right=len(LOOPS))
 
 
 def test_a_drawn_program_of_trainer_is_as_in_one_process_or_refused(tmp_path: Path) -> None:
