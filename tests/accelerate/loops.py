@@ -87,6 +87,8 @@ def draw(seed: int) -> Loop:
     loop["window"] = rng.choice(["accumulate", "accumulate", "no_sync", "by hand"])
     if loop["how"] == {"join": True}:
         loop["window"] = "accumulate"
+    # Whoever reads an epoch to its end before training has to say which one that is.
+    loop["tells_epoch"] |= loop["window"] == "by hand"
     loop["eval_samples"] = rng.choice([8, 3, 11, 13])
     loop["extras"] = [name for name in EXTRAS if rng.random() < 0.25]
     degrees = [degree for degree in (1, 2, 4) if degree <= loop["world"]]

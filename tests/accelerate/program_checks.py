@@ -19,7 +19,14 @@ TOLERANCE = 1e-9
 LOGGED = ("loss", "train_loss")
 LOGGED_TOLERANCE = 5e-6
 # Errors of ours name a knob, and what to type.
-REFUSALS = ("write ", "leave it out", "type: ", "change per_device_train_batch_size", "not built yet")
+REFUSALS = (
+    "write ",
+    "name the classes in",
+    "leave it out",
+    "type: ",
+    "change per_device_train_batch_size",
+    "not built yet",
+)
 
 Found = dict[str, Any] | str
 
