@@ -27,13 +27,6 @@ REFUSALS = (
     "change per_device_train_batch_size",
     "not built yet",
 )
-    "write ",
-    "name the classes in",
-    "leave it out",
-    "type: ",
-    "change per_device_train_batch_size",
-    "not built yet",
-)
 
 Found = dict[str, Any] | str
 
