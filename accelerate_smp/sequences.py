@@ -111,9 +111,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
+            epoch = getattr(loader, "iteration", None)
             yield from through(loader)
-            if rest_of is not None and hasattr(loader, "iteration"):
-                rest_of.iteration = loader.iteration
+            if rest_of is not None and epoch is not None:
+                rest_of.iteration = epoch + 1  # also where nothing was left, which Accelerate does not count
 
         def through(loader: Any) -> Iterator[Any]:
             # An evaluation in the block repeats nothing: its results would count twice. What it evaluates is in
