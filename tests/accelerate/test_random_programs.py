@@ -49,7 +49,7 @@ CASES = [
     program(2, knobs={**programs.SHARED["tensor"], "shard_degree": 1}),
     program(3, knobs={**programs.SHARED["context"], "shard_degree": 2}),
     program(4, knobs={**programs.SHARED["pipeline"], "shard_degree": 1}, batch=8),
-    # Each rank of a batch read other samples.
+    # Ranks of a batch read other samples, which was refused with words about a sampler of the user's.
     program(
         5, world=4, data="batch_rebalance", lengths="ragged", knobs={**programs.SHARED["tensor"], "shard_degree": 2}
     ),
