@@ -455,6 +455,11 @@ _FREED = (
     "that is written into afterwards. Write x = x + y for x += y behind the module, return x.clone() from it, or keep "
     "parameters gathered: reshard_after_forward=False."
 )
+_NO_MEMORY = (
+    "a number that is made of a shard (its norm, its mean) is a DTensor, and torch.tensor([...]) reads the memory of "
+    "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm(module, "
+    "2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
+)
 # The first that is found in an error's text.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
@@ -463,6 +468,7 @@ _NOTES = {
     "FSDP does not support deepcopy": _COPY,
     "object has no attribute 'no_sync'": _NO_SYNC,
     "are out of bounds for storage of size 0": _FREED,
+    "its data is not allocated yet": _NO_MEMORY,
     "Connection closed by peer": _NOT_TOGETHER,
     "Timed out waiting": _NOT_TOGETHER,
 }

@@ -135,12 +135,17 @@ def require_tensorwise(optimizer: Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    is_ours = StepsTogether in kind.__bases__
-    if not (is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
+    if not _steps_tensors(kind):
         steps = "with pipeline_parallel_degree the optimizer steps a stage's parameters alone"
         instead = "use one that looks at one tensor at a time, such as AdamW"
         looks_across = "all its parameters" if _is_named(kind, _ACROSS_TENSORS) else ""
         raise _refusal(kind, "tensor", looks_across, steps, instead)
+
+
+def may_read_loss(kind: type[Optimizer]) -> bool:
+    """Return whether a step may depend on the loss that its closure returns, as that of a line search does: it may in
+    every class that is in no list."""
+    return not _steps_tensors(kind)
 
 
 def refuse_unsaveable(optimizer: Optimizer) -> None:
@@ -161,6 +166,11 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
 def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
     return kind in TORCHS_ELEMENTWISE or kind in _registered_elementwise or full_name in _ELEMENTWISE
+
+
+def _steps_tensors(kind: type[Optimizer]) -> bool:
+    is_ours = StepsTogether in kind.__bases__
+    return is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise
 
 
 def _is_named(kind: type, names: tuple[str, ...]) -> bool:
