@@ -24,7 +24,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.tree import map_tensors, name_tensors
 from smp_core.outside import long_wait
-from smp_core.torch_facts import ABSENT, is_absent
+from smp_core.torch_facts import ABSENT, is_absent, is_rank_0
 
 
 def full_state_dict(
@@ -46,7 +46,7 @@ def full_state_dict(
         state: Mapping[str, Any] = get_model_state_dict(model_or_state)
     else:
         state = model_or_state
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    keep = not rank0_only or is_rank_0()
     seen: dict[Any, Tensor] = {}
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
@@ -64,7 +64,7 @@ def full_state_dict(
         seen[key] = host
         return host
 
-    with long_wait("gathering unsharded weights", here=not dist.is_initialized() or dist.get_rank() == 0):
+    with long_wait("gathering unsharded weights", here=is_rank_0()):
         result: dict[str, Any] = map_tensors(dict(state), unsharded)
     return result if keep else {}
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
@@ -201,8 +202,7 @@ class FastestKernel:
                 best = kernel
         self.measured[kind] = found
         times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if not isinstance(ms, str))
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        logger.log(logging.INFO if is_first_rank else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
+        logger.log(logging.INFO if is_rank_0() else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
         return best
 
     def _tried(

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.torch_facts import is_rank_0
+
 logger = logging.getLogger("smp")
 
 _COUNTS = "_smp_expert_counts"
@@ -106,7 +108,7 @@ class RouterLoads:
         return taken
 
     def _say_that_nothing_was_counted(self) -> None:
-        if not self._warned and (not dist.is_initialized() or dist.get_rank() == 0):
+        if not self._warned and is_rank_0():
             logger.warning(
                 "the monitor has counted no choice of the model's experts: no module with num_experts and top_k "
                 "returned an integer tensor [..., top_k], or the blocks were compiled before the monitor was there"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         depends_on as depends_on,
         embeddings_of as embeddings_of,
         fsdp_has as fsdp_has,
+        is_rank_0 as is_rank_0,
         prefers_messages as prefers_messages,
         reduce_scatter_single as reduce_scatter_single,
         symmetric_memory_operators as symmetric_memory_operators,

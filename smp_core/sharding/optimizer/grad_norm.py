@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.sharding.shards_as_tensors import take_part_of_gradient
-from smp_core.torch_facts import model_parameter
+from smp_core.torch_facts import is_rank_0, model_parameter
 from smp_core.watch import here
 
 logger = logging.getLogger("smp")
@@ -194,7 +194,7 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
             f"the gradient norm is {norm}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
             "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to skip such steps"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", norm)
     for parameter in parameters:
         parameter.grad = None
