@@ -27,7 +27,7 @@ from smp_core.planner.hardware import EXAMPLES, Hardware
 from smp_core.planner.search import Found, search
 from smp_core.planner.search_space import COUNT, MICRO_BATCH
 from smp_core.planner.trace import trace_built
-from smp_core.planner.trace_meter import flat
+from smp_core.planner.trace_meter import tensors_in
 from smp_core.planner.workload import Workload
 
 OPEN = ("shard_degree", "activations", "keep_between_micro_batches", "reshard_after_forward")
@@ -116,16 +116,16 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
 
 def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
     """Return tokens of a sample and samples of a micro-batch."""
-    given = flat(getattr(model, "example_input_array", None))
-    sizes = [each.shape[:2] for each in given if isinstance(each, torch.Tensor) and each.ndim > 1]
+    given = tensors_in(getattr(model, "example_input_array", None))
+    sizes = [each.shape[:2] for each in given if each.ndim > 1]
     micro_batch, sequence = sizes[0] if sizes else (None, None)
-    found = (plan.sequence or sequence, plan.micro_batch or micro_batch)
-    if found[0] is None or found[1] is None:
+    sequence, micro_batch = plan.sequence or sequence, plan.micro_batch or micro_batch
+    if sequence is None or micro_batch is None:
         raise ValueError(
             "plan='auto' has to know the batch: write plan={'sequence': tokens of a sample, 'micro_batch': samples of "
             f"the data loader's batch}}, or give the model an example_input_array [samples, tokens]; {_WITHOUT}"
         )
-    return found  # type: ignore[return-value]  # mypy does not see it through the tuple
+    return sequence, micro_batch
 
 
 def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) -> Hardware:

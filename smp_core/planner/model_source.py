@@ -28,7 +28,7 @@ from smp_core.outside import how_to_install, read_json
 from smp_core.plan import Entry, example_of
 from smp_core.planner.devices import meant
 from smp_core.planner.known_models import KNOWN_MODELS, known_model
-from smp_core.planner.trace_meter import flat
+from smp_core.planner.trace_meter import tensors_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,8 +236,9 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
         empty = torch.empty(tensor.shape, dtype=own, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
     # Other tensors, an example for one, stay what they are.
-    others = (each for module in root.modules() for value in vars(module).values() for each in flat(value))
-    memo |= {id(each): each for each in others if isinstance(each, torch.Tensor) and id(each) not in memo}
+    for module in root.modules():
+        for tensor in tensors_in(list(vars(module).values())):
+            memo.setdefault(id(tensor), tensor)
     copy: Any = deepcopy(root, memo)
     if inner is not None:
         copy.config.use_cache = False

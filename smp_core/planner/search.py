@@ -210,7 +210,9 @@ class _Search:
                 self.found.indivisible.add(data)
                 continue
             choices = list(self.space.later_knobs(stages))  # the sparest is the last
-            near = [[each for each in batches if not self._is_too_long(layout, knobs, each)] for knobs in choices]
+            near = []
+            for knobs in choices:
+                near.append([each for each in batches if not self._is_too_long(layout, knobs, each)])
             all_knobs = list(self.space.states_of(layout, samples > batches[0].size))
             self.found.considered += len(all_knobs) * len(choices) * len(batches)
             if any(near):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from smp_core.plan import Plan, chunks_of, computations
@@ -113,10 +113,10 @@ class StagedModel(StepModel):
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
         self.latencies = self._wires(0.0)
         # What a computation waits for once, by stage and place.
-        begun = [[each * (root + self.gather[0]) for each in self.opens] for root in root_gather]
-        ended = [[each * root for each in self.closes] for root in root_sum]
+        begun = [_in_places(self.opens, root + self.gather[0]) for root in root_gather]
+        ended = [_in_places(self.closes, root) for root in root_sum]
         self.ends = (begun, ended)
-        self._known: dict[int, _OfSize] = {}
+        self._of_size = cache(self._measured)
 
     def step(self, micro_batch: int, count: int, in_stages: int | None = None) -> StepTime:
         """Return the time of a step of ``count`` micro-batches.
@@ -197,11 +197,6 @@ class StagedModel(StepModel):
         """Return the seconds of a stage behind its last backward: sums over replicas, and the optimizer."""
         return part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
 
-    def _of_size(self, micro_batch: int) -> _OfSize:
-        if micro_batch not in self._known:
-            self._known[micro_batch] = self._measured(micro_batch)
-        return self._known[micro_batch]
-
     def _measured(self, micro_batch: int) -> _OfSize:
         held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
         block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
@@ -215,13 +210,14 @@ class StagedModel(StepModel):
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
         of_split = split / passes, split * (passes - 1) / passes
-        of_block = []
+        of_block, totals = [], []
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
             others = (of_split[way], of_shared[way], copies, of_tokens[way])
             of_block.append([(computing[way], each, *others) for each in waited])
+            totals.append([sum(parts) for parts in of_block[way]])
         # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
-        return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], self.hop[0])
+        return _OfSize(of_block, around, totals, self.hop[0])
 
     def _seconds(self, of_size: _OfSize) -> list[float]:
         """Return the seconds of each kind of computation."""
@@ -290,6 +286,11 @@ class StagedModel(StepModel):
             found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
             found[0] += count * (of_size.around[way][1] if stage == stages.count - 1 else 0.0)
         return found
+
+
+def _in_places(happens: Sequence[bool], seconds: float) -> list[float]:
+    """Return what is waited for at each place of a micro-batch in the step: where it happens."""
+    return [each * seconds for each in happens]
 
 
 def _of_batch(totals: Sequence[float], place: Place) -> list[float]:
@@ -370,4 +371,6 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
 def _place(micro_batch: int, count: int) -> int:
     if count == 1:
         return Place.ONLY
-    return Place.FIRST if micro_batch == 0 else Place.LAST if micro_batch == count - 1 else Place.BETWEEN
+    if micro_batch == 0:
+        return Place.FIRST
+    return Place.LAST if micro_batch == count - 1 else Place.BETWEEN

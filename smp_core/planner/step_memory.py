@@ -207,7 +207,9 @@ class _Points:
         blocks = kept_blocks(self.plan, self.part.chunk)
         states = self.states
         at_work = states.optimizer_states - self.sums.of_masters
-        earlier = 0 if self.count == 1 else self.sums.held if self.plan.keeps_gradients else self.sums.sums
+        earlier = self.sums.held if self.plan.keeps_gradients else self.sums.sums
+        if self.count == 1:
+            earlier = 0
         points = []
         if self.part.is_last:
             for reached in (FORWARD, 0):
@@ -274,17 +276,15 @@ class _Points:
         own = 0.0 if adds else self.sizes.reduced_part
         held = of_root * self.sums.held if self.count > 1 else 0.0
         first = self._working(2) + min(2, blocks) * self.kept + waiting
+        first_sums = sums - own + held + self._held(2)
+        # In the one before the first there are no sums of either.
         before_first = self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
+        before_gathered = self._gathered(max(self.part.blocks - 1, 1))
+        before_sums = max(sums - 2 * own, 0.0) + held + self._held(2)
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
-            _Point(first, self._gathered(self.part.blocks), sums - own + held + self._held(2), at_work, reduced),
-            _Point(
-                before_first,
-                self._gathered(max(self.part.blocks - 1, 1)),
-                max(sums - 2 * own, 0.0) + held + self._held(2),
-                at_work,
-                reduced,
-            ),
+            _Point(first, self._gathered(self.part.blocks), first_sums, at_work, reduced),
+            _Point(before_first, before_gathered, before_sums, at_work, reduced),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
         if self.part.is_first:

@@ -78,8 +78,8 @@ def computing_seconds(figures: Figures, phase: str, tensor: int, hardware: Hardw
     the reading of all experts' matrices."""
     products, attention, moved, experts, weights = (getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED)
     device, fitted = hardware.device, hardware.fitted
-    of_products = device.flops * fitted.products_of(device.name)
-    of_attention = device.flops * fitted.attention_of(device.name)
+    of_products = device.flops * fitted.share_of("products", device.name)
+    of_attention = device.flops * fitted.share_of("attention", device.name)
     bandwidth = device.hbm * fitted.moving
     by_experts = max(experts / of_products, weights / bandwidth)
     return products / of_products + by_experts + context * attention / of_attention + moved / bandwidth

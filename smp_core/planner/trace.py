@@ -42,7 +42,7 @@ from smp_core.plan import Entry, Shapes, is_kept
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
 from smp_core.planner.model_trace import LEFT, Curve, Instants, ModelTrace, SplitTrace, in_dtype
-from smp_core.planner.trace_meter import TraceMeter, flat, local
+from smp_core.planner.trace_meter import TraceMeter, local, tensors_in
 from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
@@ -215,6 +215,8 @@ def _traced(
         block[mode] = Curve(tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs))
         rest[mode] = Curve(tokens, *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs))
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
+    experts = frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks)
+    early = Curve(tokens, *(meter.early for meter in one["full"]))
     if of_split.dims is not None:
         shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
     return ModelTrace(
@@ -226,10 +228,10 @@ def _traced(
         instants,
         heads if source.splits else 0,
         _vocabulary(source, outside),
-        Curve(tokens, *(meter.early for meter in one["full"])),
+        early,
         chain if isinstance(chain, str) else "",
         of_split,
-        experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
+        experts=experts,
         unpadded=source.unpadded,
         untraced=untraced,
         product_inputs=product_inputs,
@@ -407,7 +409,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def of_block(reached: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
-            first = next(each for each in flat(output) if isinstance(each, torch.Tensor))
+            first = next(tensors_in(output))
             meter.note_block(first)
             if first.requires_grad:
                 first.register_hook(note_backward(reached))
@@ -420,7 +422,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
         meter.has_entered = True
-        first = next((each for each in flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
+        first = next(tensors_in([args, kwargs]), None)
         if first is not None and first.requires_grad:
             first.register_hook(note_backward(LEFT))
 
