@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.shards_as_tensors import take_part_of_gradient
+from smp_core.sharding.operands import take_part_of_gradient
 from smp_core.torch_facts import is_rank_0, model_parameter
 from smp_core.watch import here
 
