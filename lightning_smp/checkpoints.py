@@ -77,11 +77,6 @@ def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> No
             )
 
 
-def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
-    """Return the module's state dict; sharded parameters as DTensors."""
-    return strategy.parallel.model_state()
-
-
 def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return one optimizer's state by parameter name, or in torch's own numbered form with ``checkpoint="full"``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one

@@ -287,8 +287,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             weight = 1.0 if self.joined is None else self.joined.weight
             batch = (*args, *kwargs.values())
             return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
-        context = self.precision_plugin.train_step_context()
-        return self._run_step(self._module.training_step, context, *args, **kwargs)
+        return self._micro_batch(*args, **kwargs)
 
     def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         context = self.precision_plugin.train_step_context()

@@ -72,7 +72,6 @@ def full_state_dict(
 def save_full_state(
     path: str | os.PathLike[str],
     content: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None = None,
     stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
@@ -84,13 +83,12 @@ def save_full_state(
         path: a local file.
         content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied ones stay tied; the rest is
             taken from rank 0.
-        process_group: the ranks that save together; None: all.
         stages: as of :func:`full_state_dict`.
 
     Raises:
         CheckpointError: on every rank, when any rank failed.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks()
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
     lazy = _lazy_tensors(content, ranks, what, stages)
