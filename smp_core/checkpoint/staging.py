@@ -214,6 +214,7 @@ class HostBuffers:
         if not self.layout.holds_for(self._known):
             self.layout = Layout(self._known, _meshes(tensors))
             self._items = {name: each for name, each in self._items.items() if name in tensors}
+        # The slices of this rank, which are copied to where they were staged before.
         sources: dict[Place, Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]

@@ -165,6 +165,7 @@ class HierarchicalReduceScatter(_TwoStage):
             with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
                 reduce_each(list(partial_MN), [node_KN.view(-1) for node_KN in input_MKN], self.intra_group)
             return partial_MN
+        # By messages: each peer sends what is this rank's, which is summed in the order of ranks.
         local_ranks, me = self.ranks_of(self.intra_group), self.local_rank
         received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, input_MKN.shape[2])
         received_KMN[me] = input_MKN[:, me]

@@ -306,6 +306,7 @@ def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, samp
     fits = mine.dim() == theirs.dim() and len(dims) <= 1
     if not fits or (dims and shapes[dims[0]] != (mine.shape[dims[0]], mine.shape[dims[0]] * sample.degree)):
         return f"has the shape {list(mine.shape)} for {sample.tokens} of {sample.tokens * sample.degree} tokens"
+    # Tokens may lie in two orders: one in which they agree is enough.
     found = None
     for own, whole, rounded in _own_parts(mine, theirs, near, dims, sample):
         errors, limit = _errors(own, whole), _MARGIN * _errors(rounded, whole).max().item()

@@ -120,17 +120,17 @@ class Owners:
             dtype: that matrices travel in, both ways.
         """
         mine, ranks, device = self._owned_by[self._rank], range(self._degree), locals_[0].device
-        # there: my rows of everybody's matrices, everybody's rows of mine
+        # Phase 1, to the owners: this rank's rows of all ranks' matrices go out, all ranks' rows of its own come in.
         to_owners = [self._parts(locals_, owned) for owned in self._owned_by]
         of_mine = [self._sizes(mine, rank) for rank in ranks]
         arrived = self._exchange(to_owners, [sum(sizes) for sizes in of_mine], dtype, device)
         pieces = [rows.split(sizes) for rows, sizes in zip(arrived, of_mine, strict=True)]
-        # the work, whole
+        # Phase 2: the work, on whole matrices.
         done = []
         for place, matrix in enumerate(mine):
             whole = torch.cat([piece[place].view(-1, matrix.shape[1]) for piece in pieces])
             done.append(work(whole).split([self._n_rows(matrix, rank) for rank in ranks]))
-        # and back
+        # Phase 3: rows of the results go back to the ranks that hold them.
         of_owners = [self._sizes(owned, self._rank) for owned in self._owned_by]
         to_holders = []
         for rank in ranks:

@@ -175,6 +175,7 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     layout = numbers(run.asked.get("layout"))
     if layout.get(Axis.PIPELINE, 1) > 1 and trace.uncut:
         raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
+    # Degrees, then the other knobs as the report shows them.
     asked: dict[str, Any] = {knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()}
     asked["shard_degree"] = int(math.prod(layout.get(axis, 1) for axis in PARTITION))
     for row in objects(run.asked.get("knobs")):

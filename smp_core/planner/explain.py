@@ -177,11 +177,13 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     trace, plan, stage = found.trace, candidate.plan, candidate.memory.stage
     if not trace.experts:
         return None
+    # Their share of what the fullest stage holds.
     of_stage = next(each for each in states_of(plan, found.workload.states) if each.stage == stage)
     shapes = plan.split_shapes if plan.stages is None else shapes_of_stage(plan, stage).over(plan.layout.tensor)
     blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
     experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
     share = experts / shapes.elements
+    # What is sent of a model that is made of experts alone.
     apart = plan.shapes.with_experts_apart()
     own = tuple(unit for unit in apart.units.units if unit.name in apart.expert_names)
     alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))

@@ -136,6 +136,7 @@ class Instants:
                 continue
             lives = [(one[1], two[1], half[1]) for one, two, half in rows]
             held = [one[2] for one, *_ in rows]
+            # Which instants are the highest depends on the batch, and on how much of activations a rank holds.
             highest = set()
             for samples, length, share in itertools.product(_SAMPLES, _LENGTHS, _SHARES):
                 x, y, z = (share * weight for weight in _weights(samples, length))
@@ -143,6 +144,7 @@ class Instants:
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
             found.append(tuple((*lives[at], held[at]) for at in places))
+            # Attention may take more than was traced, so that all its instants can be the highest.
             operators = [(at, one[3]) for at, (one, *_) in enumerate(rows) if "attention" in one[3]]
             attending.append(tuple((*lives[at], held[at], "backward" in name) for at, name in operators))
         return cls(tokens, tuple(found), kept, tuple(attending))

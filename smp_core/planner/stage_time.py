@@ -100,6 +100,7 @@ class StagedModel(StepModel):
         if cut not in self._shared:
             self._shared[cut] = [StagePart.of(plan, trace, stage) for stage in range(plan.stages.count)]
         self.parts: list[StagePart] = self._shared[cut]
+        # Gathers and sums of each stage's root; most stages have the same.
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
         gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
@@ -109,6 +110,7 @@ class StagedModel(StepModel):
         root_gather = [gathers[n] for n in sharded]
         root_sum = [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
+        # On which nodes stages are, and what messages between them take.
         self.ranks = layout.world_size // layout.pipeline
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
         self.latencies = self._wires(0.0)
@@ -132,6 +134,7 @@ class StagedModel(StepModel):
         table = self._seconds(of_size)
         wires = self._wires(self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
         replicas = [part.blocks * of_size.hop + own for part, own in zip(self.parts, self.root_hop, strict=True)]
+        # Batches one after another: each begins when all stages have ended the one before.
         ends = [0.0] * stages.count
         for place, times in zip(Place, in_places(batches), strict=True):
             if not times:
@@ -139,6 +142,7 @@ class StagedModel(StepModel):
             found = played(asked.schedule, stages.count, together, _of_batch(table, place), wires, self.latencies)
             is_last = place in (Place.LAST, Place.ONLY)
             ends = [max(ends) + times * (end if is_last else max(found)) for end in found]
+        # Behind the last one sums over replicas, and the optimizer. What the busiest stage is not busy with, it waits for.
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
         busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
@@ -205,11 +209,13 @@ class StagedModel(StepModel):
         if key not in self._shared:
             self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
         computing, around = self._shared[key]
+        # What a block waits for in forward and in backward, whatever the micro-batch's place in the step.
         split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
         of_tokens = self._expert_seconds(micro_batch, held)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
         of_split = split / passes, split * (passes - 1) / passes
+        # With gathers and reductions, which are of some places only.
         of_block, totals = [], []
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]

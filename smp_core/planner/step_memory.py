@@ -173,6 +173,7 @@ class _Points:
         self.part, self.sums = StagePart.of(plan, trace, of_stage.stage), of_stage.gradients
         self.tensor = plan.layout.tensor
         mode = recomputation(plan)
+        # What was traced: of split layers, or shares of unsplit ones.
         self.left = trace.rest[mode].at(micro_batch, held).left
         inputs = trace.block["full"].at(micro_batch, held).kept
         split = trace.split.instants.get((self.tensor, mode)) if self.split > 1 else None
@@ -189,6 +190,7 @@ class _Points:
             self.kept = self.block_kept / self.tensor + gathered
         else:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
+        # What a block keeps beside it for tokens on their way to experts, and for FP8 layers.
         exchange = token_bytes(plan, trace, micro_batch, held)
         self.is_dealt = exchange is not None
         if exchange is not None and mode != "none":

@@ -126,16 +126,18 @@ class StepModel:
         self.plan, self.trace, self.hardware, self.tokens = plan, trace, hardware, tokens
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
         self.collectives = _GroupCollectives(plan, hardware)
+        # Elements of a block and of the root, as one tensor rank holds them, and those of them that are trained.
         first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
         of_root = plan.split_shapes.elements - trace.blocks * of_blocks
         trained = [share * n for share, n in zip(trace.trained, (of_blocks, of_root), strict=True)]
         self.trained = (trace.blocks * trained[0] + trained[1]) / plan.split_shapes.elements
-        knobs = plan.knobs
-        spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
-        spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
-        spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
+        # What is left of their bytes between nodes.
+        knobs, elements = plan.knobs, max(int(of_blocks), 1)
+        spare_gather = compression(knobs.compression.gather, gathered, elements)
+        spare_sum = compression(knobs.compression.reduce_codes, reduced, elements)
+        spare_hop = compression(plan.replica_payload, reduced, elements)
         of, kept, self.experts = self.collectives, knobs.reshard_after_forward, expert_degree(plan)
         whole, dealt = dealt_elements(plan, trace)
         # Blocks and the root; experts that are dealt to ranks are units of their own, gathered over fewer ranks.
@@ -164,6 +166,7 @@ class StepModel:
 
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
+        # Computing: all blocks, and what comes before and behind them.
         held = self.tokens / self.plan.layout.context
         rest = self.trace.rest[self.mode].at(micro_batch, held)
         block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
@@ -173,6 +176,7 @@ class StepModel:
         if self.plan.knobs.chunked_cross_entropy is not None:
             of_rest += of_rests[0]  # logits are made again in backward
         compute = count * (self.trace.blocks * (forward + backward) + of_rest)
+        # What is waited for beside it.
         gathers, replicas = self._waiting(forward, backward, count)
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
         context = count * self.trace.blocks * sum(self._context_seconds(block))

@@ -370,6 +370,7 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
         rows: list[tuple[str, list[Any]]] = []
         over_time: dict[str, list[tuple[int, float]]] = {}
         for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
+            # The worst module of each probed step, and each module's worst step.
             worst: dict[str, float] = {}
             points = over_time.setdefault(figure.replace("_", " "), [])
             for step, line in run.fp8.items():

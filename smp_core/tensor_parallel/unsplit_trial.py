@@ -419,6 +419,7 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
         return True
     if not seen.numel() or not seen.ndim:
         seen, expected = seen.reshape(-1, 1), expected.reshape(-1, 1)
+    # Limits by dtype, against each row's largest value and the largest of all.
     is_low = expected.dtype not in (torch.float64, torch.float32)
     relative, of_largest, spared = (3e-2, 3e-2, 10) if is_low else (1e-4, 1e-6, 1000)
     seen, expected = (each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected))

@@ -272,6 +272,7 @@ class MemorySaver:
                 slot = self._copies[number] = Slot(self._folder.allocate(part_name(before, number), size))
             return [torch.empty(parts[before].files[INDEX].bytes, dtype=torch.uint8), slot.memory]
 
+        # Room on all ranks first, so that none sends to one that has failed.
         taken, _ = self._ranks.together(what, room)
         mine = self._ranks.rank in lonely
         sent = [torch.frombuffer(bytearray(index), dtype=torch.uint8), self.slots.memory] if mine else []

@@ -300,6 +300,7 @@ def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, Device
     device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
     if isinstance(parameter, DTensor):
+        # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the last ones smaller or empty.
         mesh, own = meshes[parameter.device_mesh], values
         for axis, placement in enumerate(parameter.placements):
             dim = getattr(placement, "dim", None)

@@ -177,6 +177,7 @@ class _Materialization:
         leaf = all(holder is module for holder in holders)
         if not own and (leaf or not any(slot.delayed for slot in reachable)):
             return
+        # Initialise on lent tensors, and keep this rank's part of what was filled.
         steps = self._steps(module, model_init_owner)
         # For a leaf the highest level is usually enough by itself; the lower ones run only if it leaves something out.
         attempt = self._attempt(fqn, module, holders, steps[-1:] if leaf else steps, with_values=False)
