@@ -142,7 +142,7 @@ class StagedModel(StepModel):
             found = played(asked.schedule, stages.count, together, _of_batch(table, place), wires, self.latencies)
             is_last = place in (Place.LAST, Place.ONLY)
             ends = [max(ends) + times * (end if is_last else max(found)) for end in found]
-        # Behind the last one sums over replicas, and the optimizer. What the busiest stage is not busy with, it waits for.
+        # Behind the last one sums over replicas, and the optimizer. The busiest stage waits where it is not busy.
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
         busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
