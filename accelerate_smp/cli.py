@@ -14,6 +14,7 @@ import yaml
 from smp_core.cli import findings, table_of
 from smp_core.config import YAML_SECTION, SmpConfig, values as read
 from smp_core.outside import OneLineErrors, console, without_commands
+from smp_core.topology import divisors, listed
 
 
 class _Commands(OneLineErrors):
@@ -103,8 +104,7 @@ def _degree_of(processes: int) -> read.Reader:
     def reader(name: str, answer: Any) -> int | str:
         degree: int | str = SmpConfig.readers()["shard_degree"](name, answer)
         if isinstance(degree, int) and processes % degree:
-            divisors = [str(n) for n in range(1, processes + 1) if processes % n == 0]
-            allowed = f"{', '.join(divisors)}, 'node', 'world', 'auto'"
+            allowed = f"{listed(divisors(processes))}, 'node', 'world', 'auto'"
             raise read.refusal(name, answer, allowed, f"it has to divide the {processes} processes")
         return degree
 

@@ -144,6 +144,7 @@ def _lazy_tensors(
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor) or name in of_stages]
     _, reports = ranks.together(what, lambda: tensors, lambda own: (find_ties(own), sharded))
 
+    # Every rank has to bring the same sharded tensors.
     sharded_by_rank = [names for _, names in reports]
     if any(names != sharded for names in sharded_by_rank):
         on_any_rank = set().union(*sharded_by_rank)
@@ -154,6 +155,7 @@ def _lazy_tensors(
             "are gathered together: add them to the state on every rank, or not at all"
         )
 
+    # Tied tensors have one name on all ranks.
     aliases = agreed_aliases([ties for ties, _ in reports])
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():

@@ -98,6 +98,7 @@ def kernels() -> Iterator[Finding]:
 
 def network() -> Iterator[Finding]:
     """Look at what connects processes."""
+    # The name of this node.
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -112,6 +113,7 @@ def network() -> Iterator[Finding]:
         yield Finding(
             "host name", "problem", f"{name}: {error}", f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
         )
+    # Interfaces that variables choose.
     interfaces = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")
@@ -123,6 +125,7 @@ def network() -> Iterator[Finding]:
         if missing:
             fix = f"unset it, or choose among {', '.join(interfaces)}"
             yield Finding(variable, "problem", f"{', '.join(missing)}: no such interface", fix)
+    # What NCCL finds.
     told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_FOR_NCCL))
     if told:
         yield Finding("NCCL is told", "ok", ", ".join(told))

@@ -106,6 +106,7 @@ class HierarchicalAllGather(_TwoStage):
             output_MKN[here, me].copy_(input_N)
         mine = output_MKN[here, me]
 
+        # Stage 1, between nodes: this rank's shard to its peers.
         nodes = [m for m in range(self.nodes) if m != here]
         sent = [(node_ranks[m], shard_bytes) for m in nodes]
         sends = [(mine, node_ranks[m]) for m in nodes]
@@ -117,6 +118,7 @@ class HierarchicalAllGather(_TwoStage):
             with self.meter.point_to_point("all_gather", [], "inter", new_call=False):
                 for work in works:
                     work.wait()
+            # Stage 2, inside the node: the shards of all nodes to the other ranks here.
             peers = [k for k in range(self.local_ranks) if k != me]
             sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
             sends = [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)]

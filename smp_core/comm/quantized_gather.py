@@ -228,12 +228,14 @@ class QuantizedAllGather(CommObject):
             dist.get_rank(intra),
         )
         output_MKN = output.view(m, k, -1)
+        # Stage 1, between nodes: payloads.
         payloads_MB = own_B.new_empty(m, own_B.numel())
         payloads_MB[here] = own_B
         works = self._start(payloads_MB, inter, "inter", new_call=True)
 
         def finish() -> None:
             self._wait(works, "inter")
+            # Stage 2, inside the node: values, or payloads here as well.
             if not self._everywhere:
                 self._decode(payloads_MB, output_MKN[:, me], encoded, exact)
                 self._wait(self._start(output_MKN, intra, "intra", dim=1), "intra")

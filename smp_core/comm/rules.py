@@ -179,6 +179,7 @@ def settle_prefetch(draft: ModelDraft) -> None:
     """
     shapes, layout, cluster = draft.shapes, draft.of_groups, draft.groups
     degree = layout.size(*PARTITION)
+    # Options that were asked for by value.
     for knob in FSDP_METHODS:
         asked = getattr(draft.knobs.collectives, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
@@ -196,6 +197,7 @@ def settle_prefetch(draft: ModelDraft) -> None:
     if draft.knobs.collectives.symmetric_memory:
         why = "torch's own collectives in the partition group, which the meter does not count"
         draft.settle("collectives.symmetric_memory", True, why)
+    # Those that are left open.
     for knob in _OWN:
         if getattr(draft.knobs.collectives, knob) == "auto":
             draft.settle(f"collectives.{knob}", *_by_links(knob, draft.knobs, shapes, layout, cluster))
@@ -210,6 +212,7 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
     if measured is None:
         nodes, k = topology.num_nodes, topology.ranks_per_node
         return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
+    # The link, and the message of the median unit on it.
     place, link = measured[0], measured[1].all_gather
     elements = statistics.median_low(shapes.unit_elements)
     dtype = dtype_of(knobs.param_dtype) or shapes.dtype

@@ -76,11 +76,13 @@ class Sample:
                 of_data.append(pieces)
             elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
                 others.append((path[-1], pieces))
+        # Pairs of ranks whose tokens differ.
         pairs = []
         for one in range(self.degree):
             for other in range(one):
                 if not of_data or any(_differ(pieces, one, other) for pieces in of_data):
                     pairs.append((one, other))
+        # An argument that is the same on such a pair.
         for name, pieces in others:
             if any(not _differ(pieces, *pair) for pair in pairs):
                 return (

@@ -141,6 +141,7 @@ class _Rank:
         config = self.parallel.config
         parameters = "host" if config.state_offload == "all" else "parameters"
         optimizer = "host" if config.state_offload else "optimizer"
+        # What each storage is, later kinds over earlier ones.
         known: dict[int, str] = dict(self.allocated)
         if LATEST in known:
             known[list(sizes)[-1]] = known[LATEST]
@@ -152,6 +153,7 @@ class _Rank:
         ):
             known |= dict.fromkeys(map(id, _storages(tensors)), kind)
         known |= dict.fromkeys(map(id, self.stored), parameters)
+        # How many bytes of each kind.
         found = Counter[str]()
         roots = self._root_sizes()
         for address, size in sizes.items():

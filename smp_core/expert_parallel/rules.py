@@ -9,6 +9,7 @@ from typing import Any
 from smp_core.cluster import PARTITION
 from smp_core.config import Clash
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
+from smp_core.topology import divisors, listed
 
 KNOB, AHEAD = "expert_parallel_degree", "collectives.backward_prefetch"
 
@@ -52,7 +53,7 @@ class ExpertParallelism(Subject):
                 without experts, or with experts that ranks cannot divide; what it is not built together with.
         """
         asked = draft.knobs.expert_parallel_degree
-        allowed = _allowed(draft)
+        allowed = divisors(math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts)))
         inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
         problem = _problem(draft)
         most = "the most that divide the experts, the partition group and the node"
@@ -70,7 +71,7 @@ class ExpertParallelism(Subject):
             counts = sorted({site.experts for site in draft.shapes.experts})
             raise ValueError(
                 f"{KNOB}={asked} has to divide shard_degree={draft.layout.size(*PARTITION)} and the "
-                f"{' and '.join(map(str, counts))} experts of a layer; allowed: {', '.join(map(str, allowed))}"
+                f"{' and '.join(map(str, counts))} experts of a layer; allowed: {listed(allowed)}"
             )
         degree = inside if asked == "node" else asked
         uneven = _uneven(draft, degree)
@@ -132,11 +133,6 @@ def _gather_a_layer_ahead(draft: ModelDraft) -> None:
     is_left_to_us = knobs.asked(AHEAD) == "auto" and knobs.collectives.backward_prefetch == 1
     if knobs.expert_parallel_degree != 1 and is_in_order and is_left_to_us:
         draft.settle(AHEAD, 2, f"{KNOB}: a layer is two units, its experts and the rest")
-
-
-def _allowed(draft: ModelDraft) -> list[int]:
-    common = math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts))
-    return [n for n in range(1, common + 1) if common % n == 0]
 
 
 def _apart(subject: Subject, draft: ModelDraft) -> str:

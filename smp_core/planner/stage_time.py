@@ -107,16 +107,14 @@ class StagedModel(StepModel):
         of_trained = trace.trained[1] * self.reduced
         sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
-        root_gather = [gathers[n] for n in sharded]
-        root_sum = [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
         # On which nodes stages are, and what messages between them take.
         self.ranks = layout.world_size // layout.pipeline
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
         self.latencies = self._wires(0.0)
         # What a computation waits for once, by stage and place.
-        begun = [_in_places(self.opens, root + self.gather[0]) for root in root_gather]
-        ended = [_in_places(self.closes, root) for root in root_sum]
+        begun = [_in_places(self.opens, gathers[n] + self.gather[0]) for n in sharded]
+        ended = [_in_places(self.closes, sums[n]) for n in sharded]
         self.ends = (begun, ended)
         self._of_size = cache(self._measured)
 
@@ -283,11 +281,8 @@ class StagedModel(StepModel):
         found = [0.0] * 6
         for way in range(2):
             for place, weight in enumerate(in_places(count)):
-                of_block = of_size.of_block[way][place]
-                found = [
-                    total + weight * self.parts[stage].blocks * seconds
-                    for total, seconds in zip(found, of_block, strict=True)
-                ]
+                times, of_block = weight * self.parts[stage].blocks, of_size.of_block[way][place]
+                found = [total + times * seconds for total, seconds in zip(found, of_block, strict=True)]
                 found[1] += weight * stages.per_stage * self.ends[way][stage][place]
             found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
             found[0] += count * (of_size.around[way][1] if stage == stages.count - 1 else 0.0)
@@ -323,12 +318,14 @@ def played(
         seconds: of computations, as :class:`_Turn` numbers them.
         wires: of messages from stage to stage, latencies included; ``latencies``: of these.
     """
+
+    def played_of(count: int) -> list[float]:
+        return _played(_turns(schedule, stages, count), stages, seconds, wires, latencies)
+
     most = _ROUNDS * stages
     if micro_batches <= most:
-        return _played(_turns(schedule, stages, micro_batches), stages, seconds, wires, latencies)
-    ends, before = (
-        _played(_turns(schedule, stages, n), stages, seconds, wires, latencies) for n in (most, most - stages)
-    )
+        return played_of(micro_batches)
+    ends, before = played_of(most), played_of(most - stages)
     rounds = (micro_batches - most) / stages
     return [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
 

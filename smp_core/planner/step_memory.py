@@ -245,7 +245,7 @@ class _Points:
 
     def _waiting(self) -> float:
         """Return the activations of other micro-batches on this stage, and of what is sent and received."""
-        if self.part.is_whole:
+        if self.plan.stages is None:
             return 0.0
         others = self.part.kept(self.plan, self.in_stages) - self.part.chunk
         calls = others / self.part.chunk  # forwards that wait
@@ -316,7 +316,7 @@ class _Points:
             return self.states.gathered
         blocks, block, kept = self.part.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
         # With stages other micro-batches have gone forward meanwhile, for which all blocks are there again.
-        freed = reached if self.part.is_whole else 0
+        freed = reached if self.plan.stages is None else 0
         if kept is False:
             # Each is freed after its backward. The buffer is there where blocks were gathered in this forward: in the
             # first of several micro-batches, too, but that has no sums yet, which are larger.
@@ -326,12 +326,12 @@ class _Points:
         copies = self.sizes.copied / kept if type(kept) is int else 0.0
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
-            return root + (0.0 if self.part.is_whole else copies * blocks)
+            return root + (0.0 if self.plan.stages is None else copies * blocks)
         # FSDP2 holds on to the last gather's buffer until backward gathers ahead, which it does while there is a block.
-        ahead = not self.is_alone and not (self.part.is_whole and reached == blocks)
+        ahead = not self.is_alone and not (self.plan.stages is None and reached == blocks)
         at_work = min((reached > 0) + ahead, self.part.chunk)
         # Parts go when the gather from them begins, also that of the block ahead.
-        if ahead and self.part.is_whole:
+        if ahead and self.plan.stages is None:
             freed += 1
         return root + at_work * block + copies * (blocks - freed)
 

@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.operators import RowsInUse
+from smp_core.topology import divisors, listed
 from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
@@ -359,10 +360,9 @@ def _stretch(split: Split, start: int, size: int, heads: int | None, rank: int, 
 
 
 def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueError:
-    allowed = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
     return ValueError(
-        f"tensor_parallel_degree={degree} does not divide the {what} of {split.name}; allowed: {allowed}, or leave the "
-        f"layer whole with a plan that does not name it"
+        f"tensor_parallel_degree={degree} does not divide the {what} of {split.name}; allowed: "
+        f"{listed(divisors(number))}, or leave the layer whole with a plan that does not name it"
     )
 
 

@@ -220,6 +220,7 @@ class MemorySaver:
             sequence, on_disk = self._on_disk()
         except StoreError as error:
             return str(error)
+        # What is the same for all ranks: the rest of the state.
         assert staged.rest is not None
         rest = merge_rest(staged.rest, [part.own for part in parts])
         files = {REST: json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
