@@ -100,6 +100,7 @@ def save(
     if strategy.config.checkpoint.full_state_dict:
         _save_full(strategy, checkpoint, path, storage_options)
         return
+    # A folder of sharded tensors.
     if storage_options is not None:
         raise TypeError(
             "storage_options have no effect on a sharded checkpoint; give an fsspec address as the path, or set "

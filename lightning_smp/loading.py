@@ -224,6 +224,7 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
 
     if dist.get_world_size() == 1:
         return given
+    # Rank 0 says what there is; tensors that it has whole follow one by one.
     carried: list[Any] = [{key: described(value) for key, value in given.items()}]
     dist.broadcast_object_list(carried, src=0, device=device)
     agreed: dict[str, Any] = {}

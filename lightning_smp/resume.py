@@ -318,6 +318,7 @@ class Resume:
         samples, size = self.place["samples_in_epoch"][0], sizes[0]
         if samples is None or size is None:
             return before
+        # Whole optimizer steps of today's size.
         window = size * (accumulation(trainer) or 1)
         batches = samples // window * (accumulation(trainer) or 1)
         if batches * size != samples:

@@ -59,6 +59,7 @@ def balance_routers(
     is_cut = plan.stages is not None
     over_stages = loss_over_stages(model) if is_cut else None
     stages = None if over_stages is None else TotalsOfStages(over_stages, device)
+    # Losses: of all ranks' tokens where that is asked for, over all stages where the model is cut.
     shared, others = [], []
     for loss in router_losses(model):
         is_shared = knobs.router_balance == "global" and loss.is_known
@@ -68,6 +69,7 @@ def balance_routers(
             shared.append(loss.is_on)
         elif loss.is_on:
             others.append(type(loss.model).__name__)
+    # What could not be shared is said.
     if knobs.asked("router_balance") == "global" and not shared:
         raise ValueError(
             f"router_balance='global': {plan.shapes.kind} holds no Transformers model whose auxiliary loss torch-smp "
@@ -80,6 +82,7 @@ def balance_routers(
             ", ".join(others),
             knobs.why("router_balance") if knobs.router_balance == "rank" else "it has another form than most",
         )
+    # Biases.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
     return BalancedRouters(any(shared), biases, stages)

@@ -44,6 +44,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
+    # How tokens travel.
     dispatch: Dispatch = FlatDispatch(ranks.all, meter)
     if ranks.stages is not None:
         dispatch = TwoHopDispatch(*ranks.stages, meter)
@@ -51,10 +52,12 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         module: Any = model.get_submodule(site.name)
         _require_whole_tokens(module, site.name, mesh)
         _require_products(module, site.name)
+        # This rank's experts alone.
         for name, whole in list(module.named_parameters(recurse=False)):
             dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
             dealt.__dict__.update(whole.__dict__)
             setattr(module, name, dealt)
+        # The forward of the module, which gets other ranks' tokens; adapters around it are passed by.
         adapters = adapters_of(model, site.name)
         for adapter in adapters:
             adapter.forward = functools.partial(_call_base, adapter)

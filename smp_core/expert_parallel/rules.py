@@ -62,6 +62,7 @@ class ExpertParallelism(Subject):
             draft.settle(KNOB, 1 if against else inside, against or most)
             _gather_a_layer_ahead(draft)
             return
+        # Asked for by value: what stands against it is an error.
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
             raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
@@ -156,6 +157,7 @@ def _uneven(draft: ModelDraft, degree: int) -> str:
 
 def _problem(draft: ModelDraft) -> str:
     """Return why this model's experts cannot be dealt out; "" if they can."""
+    # By the model's modules.
     shapes = draft.shapes
     if not shapes.experts:
         return (
@@ -165,6 +167,7 @@ def _problem(draft: ModelDraft) -> str:
     for site in shapes.experts:
         if site.problem:
             return site.problem
+    # By what is done to them beside.
     units = {unit.name for unit in shapes.units.units if unit.parameters}
     beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(draft)
     for site in shapes.experts:

@@ -246,11 +246,13 @@ def _why_not(
     name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]], parts: int
 ) -> str | None:
     """Return the reason why a module is not converted; None: it is."""
+    # What the recipe says.
     if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
         return f"not in include={list(recipe.include)}"
     for glob in recipe.exclude:
         if fnmatch.fnmatchcase(name, glob):
             return f"exclude has {glob!r}"
+    # What can be multiplied in FP8.
     weights = _weights(module)
     if not weights:
         return f"{type(module).__name__} has a forward of its own"

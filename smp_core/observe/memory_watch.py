@@ -73,6 +73,7 @@ class MemoryWatch:
             return
         self._began, self._due = None, self._after(step)
         own = self._report.end()
+        # The most of any rank, by kind.
         device, host = sorted(own.device), sorted(own.host)
         values = [own.device[kind] for kind in device]
         values += [own.host[kind] for kind in host]

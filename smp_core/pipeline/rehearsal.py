@@ -102,6 +102,7 @@ def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Exa
             f"{refusal}its modules before the blocks cannot be copied for stages without them "
             f"({type(error).__name__}: {error})"
         ) from error
+    # What each chunk gives is what the next one gets.
     for chunk in range(stages.n_chunks):
         number = chunk % stages.count
         try:

@@ -123,6 +123,7 @@ class Stage:
         chain = stages.chain
         self._chain, self._stages, self._dtype = chain, stages, dtype
         self.show(stage)
+        # The model's forward: begun with what is received, ended behind the stage's last block.
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
         self._undo: list[Callable[[], Any]] = []
@@ -130,10 +131,12 @@ class Stage:
         self._replace_forward(root, self._caught(root, root.forward))
         leave = root.register_forward_hook(self._leave)
         self._undo += [begin.remove, leave.remove]
+        # Modules before the blocks, which other stages hold.
         for stand_in in chain.stand_ins:
             module = model.get_submodule(stand_in.name)
             forward = self._standing_in(stand_in, module, played.get(stand_in.name), is_held=stage == 0)
             self._replace_forward(module, forward)
+        # The blocks themselves.
         self._numbers = {model.get_submodule(name): number for number, name in enumerate(chain.blocks)}
         self._kinds: dict[type[nn.Module], Any] = {}
         for block in self._numbers:

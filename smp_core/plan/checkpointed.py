@@ -83,6 +83,7 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
             visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
+    # A pattern without modules: they lie inside of others, or there are none.
     for pattern, members in groups.items():
         if members:
             continue

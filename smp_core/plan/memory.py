@@ -250,6 +250,7 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
     columns = ["parameters", "gradients", "optimizer", "gathered", "total"]
     for heading in ["shard degree", "nodes", "replicas", *columns, "fits"]:
         table.add_column(heading, justify="right")
+    # A row for each degree.
     chosen = False
     for plan in plans:
         seen = estimate(plan, optimizer)

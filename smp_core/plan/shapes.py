@@ -133,6 +133,7 @@ class Shapes:
         """
         for name, parameter in model.named_parameters():
             _refuse_quantized(name, parameter)
+        # Tied parameters count once, by their first name.
         first_names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
         aliases = {
             name: first_names[parameter]

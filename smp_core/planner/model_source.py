@@ -79,6 +79,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
         return _with_adapters(build(base, sequence, fields), rank)
     if fields is not None:
         return _of_fields(dict(fields), sequence)
+    # Where it may be: a folder, a file, the cache of the hub.
     path = Path(words)
     if path.is_dir():
         path = path / "config.json"
@@ -95,6 +96,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
+    # It is nowhere: say what could have been meant.
     download = ""
     if _ON_HUB.fullmatch(words):
         download = (

@@ -359,6 +359,7 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
                 step = steps[0]
                 before, further = (-1, 1) if step.is_forward else (1, -1)
                 key = (step.is_forward, step.chunk + before, step.micro_batch)
+                # What it waits for is not among the turns yet.
                 if 0 <= step.chunk + before < chunks and key not in places:
                     break
                 kind = ((not step.is_forward) * chunks + step.chunk) * len(Place)

@@ -208,6 +208,7 @@ def _settle_masters(draft: ModelDraft) -> bool:
             f"master_dtype='float32' and a model that came sharded ({shapes.kind}) with {name_of(half[0].dtype)} "
             "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
         )
+    # Who steps float32 masters anyway.
     over_replicas = knobs.optimizer_shard == "world" and (replicas > 1 or not came_sharded)
     makers = {"optimizer_shard='world'": over_replicas, "state_offload='optimizer'": knobs.state_offload == "optimizer"}
     by = [knob for knob, makes in makers.items() if makes]

@@ -187,6 +187,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     instead = (
         'write globs over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
+    # Models that are known.
     if known is None:
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
     if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
@@ -194,6 +195,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     beyond = _beyond_plan(known.config, degree)
     if beyond is not None:
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
+    # The globs of a plan, and the role of each layer in it.
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)

@@ -301,6 +301,7 @@ class UnsplitTrial:
 
     def _words(self, split: _Run, place: int) -> str:
         """Return what to say where a difference was found."""
+        # Where: what arrives at a split layer, or what comes out behind the last one.
         called = split.called[:place]
         names = [self._splits[module].name for module in called]
         if place <= len(split.called):
@@ -312,6 +313,7 @@ class UnsplitTrial:
             layers = list(dict.fromkeys(names)) or [split.name for split in self._splits.values()]
             what = f"behind {names[-1]} it raises {split.error}" if split.error and names else "it returns something"
             where = f"{what} that the unsplit model does not"
+        # The module of the user around these layers, whose code it is.
         above = around(layers[-1])
         while above != self.name and not _is_called(self._module_named(above)):
             above = above.rpartition(".")[0]

@@ -398,6 +398,7 @@ def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
 
 def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     """Compare each rank's own copy of all parameters with those of the others."""
+    # Parameters, against the first rank that holds each.
     apart: dict[str, list[int]] = {}
     for record in ranks:
         for name, digest in record.digests.items():
@@ -410,6 +411,7 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
         found.note(Row("replicas", words, agrees=False), Part(len(ranks[0].norms), "replicas", name, words))
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
+    # Buffers, against the first rank.
     first = ranks[0]
     names = []
     for name in first.buffers:

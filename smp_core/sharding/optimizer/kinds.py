@@ -252,6 +252,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
     device = next(iter(meshes)).device_type
     degree = max(mesh.size() for mesh in meshes)
     with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
+        # An optimizer like it, over likenesses.
         groups = []
         for group in optimizer.param_groups:
             alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
@@ -268,6 +269,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
                 parameter.grad = torch.ones_like(parameter)
             return torch.ones((), device=device)
 
+        # Two steps: states are made in the first.
         try:
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
             for _ in range(2):
