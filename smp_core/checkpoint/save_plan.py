@@ -53,7 +53,8 @@ class LazyTensor:
     tie: Any = None
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        origin, size = torch.Size([0] * len(self.shape)), torch.Size(self.shape)
+        origin = torch.Size([0] * len(self.shape))
+        size = torch.Size(self.shape)
         data = TensorWriteData(ChunkStorageMetadata(origin, size), TensorProperties(dtype=self.dtype), size)
         return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data)]
 

@@ -156,7 +156,8 @@ def limits() -> Iterator[Finding]:
         yield Finding.unless(free >= 1, "shared memory", f"{free:.1f} GiB free in {shared}", fix)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found, fix = f"{threads} x {ranks} ranks on {cores} cores", f"OMP_NUM_THREADS={max(1, cores // ranks)}"
+    found = f"{threads} x {ranks} ranks on {cores} cores"
+    fix = f"OMP_NUM_THREADS={max(1, cores // ranks)}"
     yield Finding.unless(threads * ranks <= cores, "threads", found, fix)
 
 

@@ -156,7 +156,8 @@ class SmpMesh:
         if (degree, in_stages) not in self._expert_ranks:
             columns, rows = split(self.layout.groups(*PARTITION), degree)
             # The mesh that each rank's experts are sharded over, with tensor ranks inside.
-            axes, shape = [self._groups.own(columns), self._groups.own(rows)], [-1, degree]
+            axes = [self._groups.own(columns), self._groups.own(rows)]
+            shape = [-1, degree]
             names = ["rest", "experts"]
             if self.tensor_degree > 1:
                 axes.append(self.group(Axis.TENSOR))

@@ -99,7 +99,8 @@ class HierarchicalAllGather(_TwoStage):
 
     def _by_messages(self, output_MKN: Tensor, input_N: Tensor) -> Callable[[], None]:
         """Start the stage between nodes; what is returned does the rest."""
-        node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
+        node_ranks = self.ranks_of(self.inter_group)
+        local_ranks = self.ranks_of(self.intra_group)
         shard_bytes = input_N.numel() * input_N.element_size()
         me, here = self.local_rank, self.node
         if input_N.data_ptr() != output_MKN[here, me].data_ptr():

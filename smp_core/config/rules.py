@@ -36,7 +36,9 @@ class Clash(Generic[T]):
 def contradictions(asked: Any) -> Iterator[str]:
     """Yield what is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
     # Degrees.
-    degree, context, kept = asked.shard_degree, asked.context_parallel_degree, asked.reshard_after_forward
+    degree = asked.shard_degree
+    context = asked.context_parallel_degree
+    kept = asked.reshard_after_forward
     if isinstance(degree, int) and context > degree:
         yield (
             f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "

@@ -31,7 +31,9 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""
 # Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
 # gradients twice as much.
-_OUTPUT, _GRADIENTS, _LSE = 4, 8, 1e-3
+_OUTPUT = 4
+_GRADIENTS = 8
+_LSE = 1e-3
 _RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradient of values")
 
 
@@ -133,7 +135,8 @@ def milliseconds_on_device(work: Callable[[], object]) -> float:
     """Measure the present stream's milliseconds for ``work``, the median of three."""
     times = []
     for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()

@@ -73,7 +73,10 @@ class Trial:
         in_stages: bool = False,
     ) -> None:
         self._everyone = everyone
-        self._model, self._group, self._coarse, self._in_stages = weakref.ref(model), group, coarse, in_stages
+        self._model = weakref.ref(model)
+        self._group = group
+        self._coarse = coarse
+        self._in_stages = in_stages
         self._over: set[Any] = set()
         self._without_loss: set[int] = set()
         self._is_running = False
@@ -309,7 +312,8 @@ def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, samp
     # Tokens may lie in two orders: one in which they agree is enough.
     found = None
     for own, whole, rounded in _own_parts(mine, theirs, near, dims, sample):
-        errors, limit = _errors(own, whole), _MARGIN * _errors(rounded, whole).max().item()
+        errors = _errors(own, whole)
+        limit = _MARGIN * _errors(rounded, whole).max().item()
         limit += rounding * (10 if rounding > _COARSE else 1e3)
         wrong = (errors > limit).double().mean().item()
         if wrong <= (_SHARE if rounding > _COARSE else 0):

@@ -85,7 +85,9 @@ class _Rank:
     stored: Sequence[torch.UntypedStorage] = ()
 
     def step(self) -> None:
-        question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
+        question = self.question
+        pipeline = self.parallel.pipeline
+        window = self.parallel.window
         if pipeline is not None:
             calls = [self._loss] * pipeline.micro_batches
             for _ in range(question.count // pipeline.micro_batches):

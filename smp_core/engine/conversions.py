@@ -230,7 +230,9 @@ def _join_stages(
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
-    recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    recipe = plan.knobs.pipeline
+    dtype = plan.dtypes.gathered
+    passed = functools.partial(passing_by, units)
     beside = None if routers is None else routers.stages
     done = (window, passed, replaced, try_call, beside)
     pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)

@@ -143,7 +143,9 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
 
 
 def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
-    asked, k, nodes = draft.knobs.collectives.hierarchical, topology.ranks_per_node, topology.num_nodes
+    asked = draft.knobs.collectives.hierarchical
+    k = topology.ranks_per_node
+    nodes = topology.num_nodes
     several = topology.has_two_stages(degree) or topology.replicas_share_nodes(degree)
     if asked == "auto":
         if topology.has_two_stages(degree):

@@ -26,7 +26,9 @@ class BalancedRouters:
     """
 
     def __init__(self, shares_losses: bool, biases: Biases | None, stages: TotalsOfStages | None) -> None:
-        self._shares_losses, self._biases, self.stages = shares_losses, biases, stages
+        self._shares_losses = shares_losses
+        self._biases = biases
+        self.stages = stages
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update biases after each step of the model's first optimizer."""

@@ -135,7 +135,8 @@ def _dispatching(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
-        chosen_TK, weights_TK = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        chosen_TK = chosen.reshape(-1, chosen.shape[-1])
+        weights_TK = weights.reshape(-1, weights.shape[-1])
         made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
         made_TH = made_TH.to(hidden.dtype)
         # No view: FSDP2's hook on an output is lost where somebody adds to a view of it in place.
@@ -173,7 +174,8 @@ def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> No
     for adapter, active in _active(adapters):
         name = adapter.parameter_name
         left, right, scale = adapter.get_delta_factors(active)
-        left, right = left.narrow(0, first, experts), right.narrow(0, first, experts)
+        left = left.narrow(0, first, experts)
+        right = right.narrow(0, first, experts)
         with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
             module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
 

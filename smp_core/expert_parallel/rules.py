@@ -113,7 +113,8 @@ class RouterBalance(Subject):
         Raises:
             ValueError: what it is not built together with.
         """
-        rate, asked = draft.knobs.router_bias_update_rate, draft.knobs.router_balance
+        rate = draft.knobs.router_bias_update_rate
+        asked = draft.knobs.router_balance
         if asked == "global":
             self.require_together(draft, f"router_balance={asked!r}")
         elif asked == "auto":

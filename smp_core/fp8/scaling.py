@@ -33,7 +33,9 @@ from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
 
-INPUT, WEIGHT, GRADIENT = 0, 1, 2
+INPUT = 0
+WEIGHT = 1
+GRADIENT = 2
 ROLES = ("input", "weight", "gradient")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -273,7 +273,8 @@ class JobFigures:
         figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
         # A straggler is a warning when it is new.
         self._by_rank = dict(enumerate(everyone.mean(1).tolist()))
-        before, self.straggler = self.straggler, find_straggler(everyone.tolist())
+        before = self.straggler
+        self.straggler = find_straggler(everyone.tolist())
         if self.straggler is None:
             return figures
         if mesh.rank == 0:

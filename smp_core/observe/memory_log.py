@@ -53,7 +53,9 @@ def read_log(path: Path) -> dict[int, StepMemory]:
 
 
 def _of_line(line: Mapping[str, Any]) -> tuple[int, StepMemory] | None:
-    step, device, host = number(line.get("step")), _by_kind(line.get("device")), _by_kind(line.get("host"))
+    step = number(line.get("step"))
+    device = _by_kind(line.get("device"))
+    host = _by_kind(line.get("host"))
     return None if step is None or device is None or host is None else (int(step), StepMemory(device, host))
 
 

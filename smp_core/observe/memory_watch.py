@@ -46,7 +46,9 @@ class MemoryWatch:
         step: int = 0,
     ) -> None:
         self._report = MemoryReport(parallel, optimizers)
-        self._mesh, self._every, self._log = parallel.mesh, every_n_steps, log
+        self._mesh = parallel.mesh
+        self._every = every_n_steps
+        self._log = log
         self._due = self._after(step)
         self._began: int | None = None
         self.latest: dict[str, float] = {}

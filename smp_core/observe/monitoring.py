@@ -210,7 +210,9 @@ class StepMeter:
             raise ValueError(f"window={window} is not a number of steps; allowed: 1 and more")
         if not 1 <= data_size <= world_size:
             raise ValueError(f"data_size={data_size} must be between 1 and world_size={world_size}")
-        self.data_size, self.world_size, self.peak_flops_per_device = data_size, world_size, peak_flops_per_device
+        self.data_size = data_size
+        self.world_size = world_size
+        self.peak_flops_per_device = peak_flops_per_device
         self.samples = 0
         """Samples of the whole job since the meter was made."""
         self._clock = clock

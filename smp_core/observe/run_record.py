@@ -89,7 +89,9 @@ def _as_far_as_known(plan: Plan, optimizers: Sequence[Optimizer], micro_batches:
 
 def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
     """Return what was asked for, what was decided and what is expected of it."""
-    knobs, topology, layout = plan.knobs, plan.cluster.topology, plan.layout
+    knobs = plan.knobs
+    topology = plan.cluster.topology
+    layout = plan.layout
     # What was asked for, and what it became.
     rows = []
     for knob in knobs.settings():

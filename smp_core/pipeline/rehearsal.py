@@ -230,7 +230,8 @@ class _Undropped(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
+            args = args[:4] + (0.0,) * (len(args) > 4) + args[5:]
+            kwargs = {**kwargs}
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
 

@@ -91,7 +91,9 @@ PIPELINE_PARALLELISM = PipelineParallelism()
 
 def _settle_stages(draft: ModelDraft) -> Stages:
     """Resolve the schedule, the micro-batches and the split."""
-    shapes, count, asked = draft.shapes, draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
+    shapes = draft.shapes
+    count = draft.knobs.pipeline_parallel_degree
+    asked = draft.knobs.pipeline
     # The schedule.
     if asked.schedule == "auto":
         draft.settle("pipeline.schedule", "1f1b", "no planner chose one: it keeps the fewest activations")

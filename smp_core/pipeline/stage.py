@@ -113,7 +113,9 @@ class Stage:
             replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
             try_call: called before the root's forward, with what does as much for other arguments.
         """
-        self._outside, self._entered, self._passed = outside, entered, passed
+        self._outside = outside
+        self._entered = entered
+        self._passed = passed
         self._replaced, self._try_call = replaced, try_call
         self._n_passed = 0
         self.incoming: Tensor | None = None
@@ -121,7 +123,9 @@ class Stage:
         self.calls = 0
         self._is_before_own = True
         chain = stages.chain
-        self._chain, self._stages, self._dtype = chain, stages, dtype
+        self._chain = chain
+        self._stages = stages
+        self._dtype = dtype
         self.show(stage)
         # The model's forward: begun with what is received, ended behind the stage's last block.
         root = model.get_submodule(chain.module)
@@ -274,7 +278,8 @@ class Stage:
         return standing_in
 
     def _passing_on(self, *args: Any, **kwargs: Any) -> Any:
-        gives, taken = self._chain.gives, argument(args, kwargs, self._chain.takes)
+        gives = self._chain.gives
+        taken = argument(args, kwargs, self._chain.takes)
         if gives is None:
             return taken
         return of_kind(self._chain.kind, tuple(taken if number == gives[0] else None for number in range(gives[1])))

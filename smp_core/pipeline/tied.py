@@ -42,7 +42,10 @@ class TiedGradients:
         replicas: dist.ProcessGroup,
         world: Callable[[], Masters | None],
     ) -> None:
-        self._parameters, self._group, self._replicas, self._world = list(parameters), group, replicas, world
+        self._parameters = list(parameters)
+        self._group = group
+        self._replicas = replicas
+        self._world = world
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:

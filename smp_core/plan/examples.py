@@ -148,7 +148,8 @@ def _sound(module: Any) -> Iterator[Tensor]:
 def _spectra(module: Any) -> Iterator[Tensor]:
     """Yield spectra [samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
     config = module.config
-    places, mels = _value(config, "max_source_positions"), _value(config, "num_mel_bins")
+    places = _value(config, "max_source_positions")
+    mels = _value(config, "num_mel_bins")
     if places is not None and mels is not None:
         yield _wave(module, _SAMPLES, mels, 2 * places)
     for name in ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "hidden_size"):

@@ -73,7 +73,9 @@ def settle_given(draft: ModelDraft) -> None:
     Raises:
         ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
     """
-    knobs, given, defaults = draft.knobs, draft.given, SmpConfig()
+    knobs = draft.knobs
+    given = draft.given
+    defaults = SmpConfig()
     assert given is not None
     # What it does not go together with.
     for clash in apart_from_given():

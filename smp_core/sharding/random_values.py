@@ -59,7 +59,8 @@ def _draw(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: 
         raise RuntimeError(ABSENT % list(target.shape))
     # What is drawn in the place of values, or like them, needs their shape alone.
     first = _whole(target) if function in _OF_VALUES else _like_whole(target)
-    others, named = map(_whole, args[1:]), {name: _whole(value) for name, value in (kwargs or {}).items()}
+    others = map(_whole, args[1:])
+    named = {name: _whole(value) for name, value in (kwargs or {}).items()}
     with _state_of_rank_0(target, named.get("generator")):
         drawn = function(first, *others, **named)
     own = own_part(drawn, target)

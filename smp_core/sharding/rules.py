@@ -197,7 +197,9 @@ def _settle_masters(draft: ModelDraft) -> bool:
     Raises:
         ValueError: masters of half precision weights that came sharded.
     """
-    knobs, asked, shapes = draft.knobs, draft.knobs.master_dtype, draft.shapes
+    knobs = draft.knobs
+    asked = draft.knobs.master_dtype
+    shapes = draft.shapes
     came_sharded, replicas = draft.given is not None, draft.layout.replicate
     half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
     if not half:

@@ -141,7 +141,10 @@ class _Splitting:
         inspected: Inspected | None,
     ) -> None:
         self.inspected = inspected
-        self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
+        self.model = model
+        self.mesh = mesh
+        self.axis = axis
+        self.splits = splits
         found = stacks_of(model, splits)
         self.stacks = []
         for names in found:
@@ -278,7 +281,8 @@ class _Splitting:
         known = transformers_model(self.model)
         is_head = known is not None and layer is embeddings_of(known)[1]
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
-        tokens, reads_others = self._tokens_in(split.name), reads_other_tokens(self.model, split.name)
+        tokens = self._tokens_in(split.name)
+        reads_others = reads_other_tokens(self.model, split.name)
         is_entered = above in self._attention or reads_others
         if rows is None:
             in_pieces = tokens is not WHOLE_TOKENS and not reads_others and self._goes_in_pieces(split)

@@ -19,7 +19,9 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     Raises:
         ValueError: a degree that does not divide the ranks of a node; says which do.
     """
-    degree, k, world = knobs.tensor_parallel_degree, topology.ranks_per_node, topology.world_size
+    degree = knobs.tensor_parallel_degree
+    k = topology.ranks_per_node
+    world = topology.world_size
     fits = k % degree == 0
     if fits or (knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0):
         return

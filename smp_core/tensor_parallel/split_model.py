@@ -62,7 +62,8 @@ class SplitModel:
             each.original, each.block.forward = each.block.forward, each
             each.unsplit = None if without_values else each.unsplit
         for module in self.compared if not without_values else ():
-            module.original, module.module.forward = module.module.forward, module
+            module.original = module.module.forward
+            module.module.forward = module
 
     def learn(self) -> None:
         """Let tokens stay split between blocks, where the last step showed that they can. Collective over the axis;
@@ -94,7 +95,9 @@ class WholeGradients:
     """
 
     def __init__(self, axis: TensorAxis, device: torch.device, stepped: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._axis, self._device, self._stepped = axis, device, stepped
+        self._axis = axis
+        self._device = device
+        self._stepped = stepped
 
     @torch.no_grad()
     def take_the_first_ranks(self) -> None:

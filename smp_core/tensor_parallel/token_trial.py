@@ -108,8 +108,12 @@ class TokenTrial:
         tokens: Tokens,
         summing: list[SummingForward],
     ) -> None:
-        self.name, self.block, self.forward = name, block, forward
-        self.axis, self.tokens, self.summing = axis, tokens, summing
+        self.name = name
+        self.block = block
+        self.forward = forward
+        self.axis = axis
+        self.tokens = tokens
+        self.summing = summing
         self._leaves: list[_Leaf] = []
         self._own_outputs: frozenset[int] = frozenset()
 
@@ -139,7 +143,8 @@ class TokenTrial:
         self._device, self._is_trained = hidden.device, hidden.requires_grad
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
-        length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
+        length = self.axis.length
+        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
             with self.undisturbed(hidden.device, is_wide, evaluating):
@@ -474,7 +479,9 @@ def _floating(nest: Any) -> list[Tensor]:
 def _unknown_leaves(loss: Any, leaves: list[Tensor]) -> int:
     """Return how many leaves of a graph are not among these."""
     known = {id(leaf) for leaf in leaves}
-    left, seen, count = [loss.grad_fn], {loss.grad_fn}, 0
+    left = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    count = 0
     while left:
         node = left.pop()
         variable = getattr(node, "variable", None)

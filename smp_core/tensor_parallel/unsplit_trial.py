@@ -87,7 +87,11 @@ class UnsplitTrial:
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, axis: TensorAxis, unsplit: Unsplit) -> None:
-        self.name, self.module, self.forward, self.axis, self.unsplit = name, module, forward, axis, unsplit
+        self.name = name
+        self.module = module
+        self.forward = forward
+        self.axis = axis
+        self.unsplit = unsplit
         self._splits = {each: unsplit.splits[each] for each in module.modules() if each in unsplit.splits}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own_dim: OwnDim) -> dict[int, int]:
@@ -112,7 +116,8 @@ class UnsplitTrial:
         stored = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
+        length = self.axis.length
+        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         try:
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
                 split, whole = self._both(args, kwargs, hidden, own_dim, each)
@@ -142,7 +147,9 @@ class UnsplitTrial:
         Args:
             dtype: of drawn weights and inputs; None: the module's own weights.
         """
-        device, is_wide, drawing = hidden.device, dtype is not None, self._drawing()
+        device = hidden.device
+        is_wide = dtype is not None
+        drawing = self._drawing()
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)

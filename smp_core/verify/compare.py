@@ -207,7 +207,10 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
 
 def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
     together = _moments_of(ranks, alone)
-    limit, compared, skipped, worst = found.tolerance.activations, 0, [], 0.0
+    limit = found.tolerance.activations
+    compared = 0
+    skipped = []
+    worst = 0.0
     part: Part | None = None
     # In the order of the calls, so that the first module that is off is the one that made it.
     for there in alone.events:

@@ -177,7 +177,8 @@ def ignoring_sigterm() -> Iterator[None]:
 
 def _requeue() -> None:
     """Requeue this SLURM job, if it is one."""
-    job, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ.get("SLURM_JOB_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     command = shutil.which("scontrol")

@@ -146,7 +146,9 @@ class Whereabouts:
         now = time.monotonic()
         seen = self.events, self.doing
         if seen != self._seen:
-            self._seen, self._place, self._since = seen, "", now
+            self._seen = seen
+            self._place = ""
+            self._since = now
             return None
         doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
@@ -243,7 +245,9 @@ class WaitWatch:
     def __init__(
         self, rank: int, world_size: int, interval: float, whereabouts: Whereabouts, say: Callable[[str], None]
     ) -> None:
-        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.rank = rank
+        self.world_size = world_size
+        self.interval = interval
         self._whereabouts, self._say = whereabouts, say
         whereabouts.start()
         self._marks, self._still = 0, _SILENCE  # what the count was at the last look, and for how many looks

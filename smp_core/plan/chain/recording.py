@@ -332,7 +332,9 @@ class _Cuts:
     """
 
     def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
-        self._blocks, self._takes, self._gives = calls.order, takes, gives
+        self._blocks = calls.order
+        self._takes = takes
+        self._gives = gives
         self._entering: Tensor | None = None
         self._given: list[Tensor] = []
         self.early: set[Any] = set()

@@ -153,7 +153,9 @@ class ShardedUnit:
         """Return the layout of a flat reduced gradient of these parameters."""
         if self.group is None:
             return []
-        slots, offset, sizes = [], 0, self.group.shard_sizes()
+        slots = []
+        offset = 0
+        sizes = self.group.shard_sizes()
         for index in self.group.reduction_order():
             if index in indices:
                 slots.append(Slot(index, offset, sizes[index]))

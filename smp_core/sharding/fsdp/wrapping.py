@@ -57,9 +57,12 @@ def shard_units(
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
-    modules, by_name = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    by_name = dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
-    units, reductions, passes = [], ReductionOrder(), Passes()
+    units = []
+    reductions = ReductionOrder()
+    passes = Passes()
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)

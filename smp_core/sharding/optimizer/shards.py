@@ -164,7 +164,8 @@ class FlatShard:
         parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
         changed = {}
         for i, gradient in self.put_together(parts).items():
-            gradient, of_parameter = gradient + own[i] if i in own else gradient, hooks[i]
+            gradient = gradient + own[i] if i in own else gradient
+            of_parameter = hooks[i]
             if of_parameter is not None:
                 gradient = of_parameter.change(gradient)
             changed[i] = self.own_of(i, gradient).to(mean.device)
