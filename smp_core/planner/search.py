@@ -192,7 +192,7 @@ class _Search:
         self.best_of: dict[tuple[Layout, str], float] = {}  # by degrees and recomputation
         self.shared: dict[Any, Any] = {}  # between models of steps
         flops = model_flops(self.trace, self.workload.global_batch, self.workload.sequence)
-        self.of_all = (flops, self.hardware.device.flops, self.workload.tokens_of_step)
+        self.of_all = (flops, self.hardware.device.flops, self.workload.sequence * self.workload.global_batch)
         self.found = Found()
 
     def look(self) -> Found:

@@ -88,6 +88,11 @@ def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> t
     return tuple(found)
 
 
+def token_ranks(plan: Plan) -> int:
+    """Return over how many tensor ranks the tokens between blocks are split."""
+    return plan.layout.tensor if plan.knobs.tensor_parallel.sequence_parallel else 1
+
+
 def shapes_of_stage(plan: Plan, stage: int) -> Shapes:
     """Return the shapes of a stage's parameters alone."""
     assert plan.stages is not None

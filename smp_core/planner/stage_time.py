@@ -24,7 +24,7 @@ from smp_core.plan import Plan, chunks_of, computations
 from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
-from smp_core.planner.stage_part import StagePart
+from smp_core.planner.stage_part import StagePart, token_ranks
 from smp_core.planner.time import PHASES, Place, StepModel, StepTime, computing_seconds, exposed_seconds, in_places
 
 _ROUNDS = 3
@@ -103,9 +103,9 @@ class StagedModel(StepModel):
         # Gathers and sums of each stage's root; most stages have the same.
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
-        gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
+        gathers = {n: of.over("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
         of_trained = trace.trained[1] * self.reduced
-        sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
+        sums = {n: of.over("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
         self.root_hop = [hops[n] for n in roots]
         # On which nodes stages are, and what messages between them take.
@@ -249,7 +249,7 @@ class StagedModel(StepModel):
     def _message_bytes(self, micro_batch: int, held: float) -> float:
         """Return the bytes of an activation between two stages."""
         inputs = self.trace.block["full"].at(micro_batch, held).kept
-        return inputs / (self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1)
+        return inputs / token_ranks(self.plan)
 
     def _wires(self, n_bytes: float) -> list[float]:
         """Return the seconds of a message between each two stages, stage by stage."""

@@ -47,7 +47,7 @@ from smp_core.planner.expert_bytes import dealt_elements, token_bytes
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.fp8_figures import gathered_bytes, kept_bytes, state_bytes
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
-from smp_core.planner.stage_part import StagePart, StageStates, states_of
+from smp_core.planner.stage_part import StagePart, StageStates, states_of, token_ranks
 
 MEMORY_KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other", "margin")
 
@@ -171,7 +171,7 @@ class _Points:
         self.plan, self.states, self.trace, self.frees = plan, of_stage.memory, trace, frees
         self.count, self.in_stages = batch.count, batch.in_stages
         self.part, self.sums = StagePart.of(plan, trace, of_stage.stage), of_stage.gradients
-        self.tensor = plan.layout.tensor
+        self.tensor, self.split = plan.layout.tensor, token_ranks(plan)
         mode = recomputation(plan)
         # What was traced: of split layers, or shares of unsplit ones.
         self.left = trace.rest[mode].at(micro_batch, held).left
@@ -261,11 +261,6 @@ class _Points:
         chunked = self.plan.knobs.chunked_cross_entropy is not None
         of_loss = self.inputs if chunked else self.left / self.trace.rest_degree(self.tensor)
         return (self.in_stages - 1) * of_loss
-
-    @property
-    def split(self) -> int:
-        """Over how many tensor ranks the tokens between blocks are split."""
-        return self.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
 
     def _late(self, blocks: int, at_work: float) -> list[_Point]:
         """Return the points at which all blocks but the first, or all, are reduced."""

@@ -143,10 +143,12 @@ class StepModel:
         # Blocks and the root; experts that are dealt to ranks are units of their own, gathered over fewer ranks.
         of_block, of_experts = gathered_bytes(plan, trace)
         summed = (of_blocks - whole) * trace.trained[0] * reduced.itemsize
-        self.gather = [of.partition("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
-        self.sum = [of.partition("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
+        self.gather = [of.over("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
+        self.sum = [of.over("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_block) if type(kept) is int else self.gather[0]
+        again = self.gather[0]
+        if type(kept) is int:  # from the node's own copy
+            again = of.over("all_gather", of_block, degree=min(of.degree, of.per_node))
         if self.experts > 1:
             exactly = of.same_experts("all_gather", of_experts)
             self.gather[0] += exactly
@@ -216,8 +218,8 @@ class StepModel:
         if degree == 1:
             return 0.0, 0.0
         whole = keys_and_values(self.plan, block)
-        gather = self.collectives.over("all_gather", degree, whole)
-        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", degree, summed * whole)
+        gather = self.collectives.over("all_gather", whole, degree=degree)
+        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", summed * whole, degree=degree)
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
@@ -272,10 +274,6 @@ class _GroupCollectives:
         self.scatters = plan.knobs.optimizer_shard == "world"
         self.experts = expert_degree(plan)
 
-    def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
-        """Return the seconds of a collective over a partition group."""
-        return self.over(kind, self.degree, n_bytes, spared)
-
     def same_experts(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
         the same beside them."""
@@ -290,10 +288,6 @@ class _GroupCollectives:
     def tokens(self, ranks: int, nodes: int, inside: float, across: float) -> float:
         """Return the seconds of one exchange of rows: over the ranks on a node, and over nodes."""
         return self._seconds("intra", "all_gather", ranks, inside) + self._between("all_gather", nodes, across)
-
-    def inside(self, n_bytes: float) -> float:
-        """Return the seconds of a gather over the ranks of a partition group on one node."""
-        return self._seconds("intra", "all_gather", min(self.degree, self.per_node), n_bytes)
 
     def everywhere(self, n_bytes: float) -> float:
         """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
@@ -328,9 +322,9 @@ class _GroupCollectives:
             seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
-    def over(self, kind: Kind, degree: int, n_bytes: float, spared: float = 1.0) -> float:
-        """Return the seconds of a collective over so many neighbours in the order of partition groups."""
-        k = self.per_node
+    def over(self, kind: Kind, n_bytes: float, spared: float = 1.0, degree: int | None = None) -> float:
+        """Return the seconds of a collective over so many neighbours in a partition group; None: over all of it."""
+        k, degree = self.per_node, degree or self.degree
         if degree <= k:
             return self._seconds("intra", kind, degree, n_bytes)
         if self.in_stages or k == 1:
