@@ -24,7 +24,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.tree import map_tensors, name_tensors
 from smp_core.outside import long_wait
-from smp_core.torch_facts import ABSENT, is_absent, is_rank_0
+from smp_core.torch_facts import ABSENT, is_absent, is_rank_0, local_part
 
 
 def full_state_dict(
@@ -51,7 +51,7 @@ def full_state_dict(
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
     def unsharded(tensor: Tensor) -> Tensor | None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
         # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, iterate_tensors, names_of
-from smp_core.torch_facts import streams
+from smp_core.torch_facts import local_part, streams
 
 Place = tuple[str, int]
 """A slice of a tensor that this rank holds: the tensor's name, the slice's number."""
@@ -218,7 +218,7 @@ class HostBuffers:
         sources: dict[Place, Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]
-            source = _local(tensor) if is_local else find_tensor_shard(tensor, item.index)
+            source = local_part(tensor) if is_local else find_tensor_shard(tensor, item.index)
             sources[place] = source.detach() if source.requires_grad else source
         hosts = self._hosts(sources)
         self._copy(sources, hosts)
@@ -233,7 +233,7 @@ class HostBuffers:
         items = self._write_items(name, tensor)
         if not _can_tie(tensor):
             return _Known(None, items, None, can_tie=False, is_local=False)
-        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), _local(tensor))
+        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), local_part(tensor))
         return _Known(appearance, items, tie_key(tensor), can_tie=True, is_local=is_local)
 
     def _write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
@@ -269,16 +269,12 @@ def _appearance(tensor: Tensor) -> Hashable:
     """Return what a tensor's write items and tie follow from, its place in memory included; None where nobody knows."""
     if not _can_tie(tensor):
         return None
-    local = _local(tensor)
+    local = local_part(tensor)
     if local.layout is not torch.strided:
         return None
     over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     memory = (local.data_ptr(), local.shape, local.stride(), local.device)
     return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

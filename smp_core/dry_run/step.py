@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentatio
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import SplitBatch, attention, enabled
@@ -52,6 +51,7 @@ from smp_core.plan import Shapes, Stages
 from smp_core.plan.chain import with_chain
 from smp_core.planner import RUN_KINDS, DryRun, Question, Source, build, scores_kept
 from smp_core.sharding.gradients import AccumulationWindow
+from smp_core.torch_facts import local_part
 
 # Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch or this project has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -268,7 +268,7 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     found = []
     for each in tensors:
-        local = each.to_local() if isinstance(each, DTensor) else each
+        local = local_part(each)
         found.append(local.data8 if isinstance(local, GatheredWeight) else local)
     return [tensor.untyped_storage() for tensor in found]
 

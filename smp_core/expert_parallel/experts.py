@@ -26,6 +26,7 @@ from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
 from smp_core.plan import Plan, adapters_of
+from smp_core.torch_facts import local_part
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
     exchanges like that of the others."""
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters(recurse=False)]
+    own = [local_part(each) for each in module.parameters(recurse=False)]
     for adapter, active in _active(adapters):
         own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]
     firsts = [parameter.reshape(-1)[:1].sum() for parameter in own]

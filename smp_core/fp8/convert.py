@@ -19,7 +19,7 @@ from smp_core.config import Fp8Recipe
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.scaling import Fp8State
-from smp_core.torch_facts import after_each_step, is_absent
+from smp_core.torch_facts import after_each_step, is_absent, local_part
 
 logger = logging.getLogger("smp")
 
@@ -75,7 +75,7 @@ class Fp8Model:
         weights = []
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
-            weights.append(weight.to_local() if isinstance(weight, DTensor) else weight)
+            weights.append(local_part(weight))
         if not weights:
             return torch.zeros(0, device=self.state.device)
         # torch._foreach_norm is one kernel for all of them and has no public name; it takes no empty tensors.

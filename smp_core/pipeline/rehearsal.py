@@ -26,7 +26,7 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import buffers_restored, is_played, refusal_of, running_the_example, with_fake_values
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import caches_in, first_names
 from smp_core.watch import innermost_user_line
 
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
@@ -93,7 +93,7 @@ def _run(module: nn.Module, example: Example, refusal: str) -> Any:
 
 def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Example, refusal: str) -> Any:
     """Return what the last chunk gives."""
-    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    names = first_names(model)
     given: Any = None
     try:
         played = played_of(model, stages.chain)

@@ -26,7 +26,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.pipeline.stand_ins import Played
 from smp_core.plan import Stages
 from smp_core.plan.chain import StandIn, argument, given_by, of_kind, with_argument
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import caches_in, first_names
 
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
@@ -59,7 +59,7 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
     """
     meshes = mesh.holders()
     own = stages.owned(mesh.stage)
-    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    names = first_names(model)
     absent: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

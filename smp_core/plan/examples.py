@@ -26,6 +26,13 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords of one call."""
 
 
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a mapping gives keywords, a tuple or list arguments, anything else is one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
 def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
     """Return arguments for one call of ``module``: ``example_input_array`` of either, or ``dummy_inputs``.
 

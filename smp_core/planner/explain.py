@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from smp_core.cluster import DEGREES
-from smp_core.outside import how_to_install
+from smp_core.outside import matplotlibs_figure
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
@@ -294,13 +294,9 @@ def draw_plans(found: Recommendation, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     shown = [found.chosen, *found.alternatives]
     labels = [_label(each, place) for place, each in enumerate(shown)]
-    figure = Figure(figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained")
+    figure = matplotlibs_figure()(figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained")
     figure.suptitle(title(found), fontsize=9)
     memory, time = figure.subplots(1, 2, sharey=True)
     _bars(memory, labels, [each.memory for each in shown], MEMORY_KINDS, GIB)

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.config import did_you_mean
 from smp_core.outside import how_to_install, read_json
-from smp_core.plan import Entry, example_of
-from smp_core.planner.devices import meant
+from smp_core.plan import Entry, call_with, example_of
 from smp_core.planner.known_models import KNOWN_MODELS, known_model
 from smp_core.planner.trace_meter import tensors_in
 
@@ -103,7 +103,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
             f" Its configuration alone is enough: `hf download {words} config.json` puts it into the hub's cache "
             "(after `hf auth login`, where the owner grants access), where this command looks for it."
         )
-    nearest = meant(words.rpartition("/")[2], KNOWN_MODELS)
+    nearest = did_you_mean(words.rpartition("/")[2].lower(), KNOWN_MODELS)
     raise ValueError(
         f"model {words!r} is no file and no known name{nearest}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
         "the config.json of a Transformers model, or package.module:function"
@@ -303,13 +303,7 @@ def _of_function(module: str, name: str, words: str) -> Source:
     if hasattr(model, "training_step"):
         step: Any = model.training_step
         return Source(model, batch, lambda batch: _loss_of(step(batch, 0)), "steps")
-    return Source(model, batch, lambda batch: _loss_of(_called(model, batch)))
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    return Source(model, batch, lambda batch: _loss_of(call_with(model, batch)))
 
 
 def _loss_of(output: Any) -> torch.Tensor:

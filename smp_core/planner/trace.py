@@ -33,17 +33,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from smp_core.activations import selective_contexts
 from smp_core.config import Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
 from smp_core.outside import ask_child
-from smp_core.plan import Entry, Shapes, is_kept
+from smp_core.plan import Entry, Shapes
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
 from smp_core.planner.model_trace import LEFT, Curve, Instants, ModelTrace, SplitTrace, in_dtype
-from smp_core.planner.trace_meter import TraceMeter, local, tensors_in
-from smp_core.torch_facts import embeddings_of
+from smp_core.planner.trace_meter import TraceMeter, tensors_in
+from smp_core.torch_facts import embeddings_of, local_part
 
 logger = logging.getLogger("smp")
 
@@ -362,7 +363,7 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    own = {p: local(p) for p in model.parameters()}
+    own = {p: local_part(p) for p in model.parameters()}
     of_rest = [own[p].shape for p in own if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
     meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
     for tensor in [*own.values(), *model.buffers()]:
@@ -373,7 +374,7 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     forwards = [vars(block).get("forward") for block in blocks]  # of split layers
     for block in blocks:
         if mode != "none":
-            contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+            contexts: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
     try:
         with meter:
@@ -418,7 +419,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            meter.is_gradient(local(parameter.grad))
+            meter.is_gradient(local_part(parameter.grad))
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
         meter.has_entered = True
@@ -433,13 +434,6 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
     return handles
-
-
-def _selective() -> Any:
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def trace(words: str, tokens: int) -> ModelTrace:

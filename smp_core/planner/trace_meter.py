@@ -162,11 +162,6 @@ class TraceMeter(TorchDispatchMode):
         self._watchers.pop(address, None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a nest of tuples, lists and mappings."""
     return (tensor for _, tensor in iterate_tensors(nest, mapping=Mapping))

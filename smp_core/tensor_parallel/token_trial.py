@@ -40,7 +40,7 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import without_caches
+from smp_core.torch_facts import local_part, without_caches
 
 # Of values and gradients, relative to the largest of a token or tensor; and of the largest gradient of all, which
 # covers what is zero but for roundings.
@@ -409,7 +409,7 @@ class TokenTrial:
 
     def _drawn_weight(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         is_part = isinstance(parameter, DTensor)
-        stored: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        stored: Tensor = local_part(parameter)
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
         drawn = self._leaf(name, "part" if is_part else "whole", stored.detach(), dtype, scale)
         if not parameter.requires_grad:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import Traffic
@@ -30,7 +30,7 @@ from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, mixin_before
+from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, local_part, mixin_before
 
 
 def shard_units(
@@ -104,7 +104,7 @@ def shard_units(
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Return the dimension that a parameter of experts is sharded in: experts, or the next one if a rank holds too few
     for all others."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
     return Shard(even[0]) if even else None
 

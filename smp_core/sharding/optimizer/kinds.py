@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from smp_core.cluster import of_all_ranks
 from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
-from smp_core.torch_facts import is_absent
+from smp_core.torch_facts import is_absent, local_part
 
 K = TypeVar("K", bound=type[Optimizer])
 
@@ -299,7 +299,7 @@ def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
 
 def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
-    device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
+    device = local_part(parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
     if isinstance(parameter, DTensor):
         # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the last ones smaller or empty.

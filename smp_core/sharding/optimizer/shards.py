@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts import load_host_master, model_parameter, stands_for, with_host_master
+from smp_core.torch_facts import load_host_master, local_part, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -368,7 +368,7 @@ def master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_part(tensor).detach()
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:
