@@ -303,8 +303,9 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
 def hides_gradient(output: Any) -> str | None:
     """Return the class of what hides a tensor that wants a gradient from FSDP2, or may; None: nothing does."""
     for leaf, inside in leaves_of(output):
+        kind: str = type(leaf).__name__
         if isinstance(leaf, CLOSED):
-            return type(leaf).__name__
+            return kind
         if inside is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             return inside
     return None
