@@ -197,7 +197,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     def _reads_as(self) -> tuple[int, int]:
         """The number of ranks that read different samples, and this one's place; before there is a mesh, too."""
         # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
-        tensor, context = self.config.tensor_parallel_degree, self.config.context_parallel_degree
+        tensor = self.config.tensor_parallel_degree
+        context = self.config.context_parallel_degree
         of_stage = self.world_size * tensor
         return self.world_size // context, self.global_rank % of_stage // (context * tensor)
 
@@ -287,8 +288,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             weight = 1.0 if self.joined is None else self.joined.weight
             batch = (*args, *kwargs.values())
             return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
-        context = self.precision_plugin.train_step_context()
-        return self._run_step(self._module.training_step, context, *args, **kwargs)
+        return self._micro_batch(*args, **kwargs)
 
     def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         context = self.precision_plugin.train_step_context()

@@ -299,7 +299,7 @@ class SmpShardedStrategy(SteppingStrategy):
         meet_between_runs("trainer.save_checkpoint(...)")
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
-        return checkpoints.model_state(self)
+        return self.parallel.model_state()
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

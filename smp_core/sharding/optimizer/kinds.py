@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from smp_core.cluster import of_all_ranks
 from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
-from smp_core.torch_facts import is_absent
+from smp_core.torch_facts import is_absent, local_part
 
 K = TypeVar("K", bound=type[Optimizer])
 
@@ -262,6 +262,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
     device = next(iter(meshes)).device_type
     degree = max(mesh.size() for mesh in meshes)
     with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
+        # An optimizer like it, over likenesses.
         groups = []
         for group in optimizer.param_groups:
             alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
@@ -278,6 +279,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
                 parameter.grad = torch.ones_like(parameter)
             return torch.ones((), device=device)
 
+        # Two steps: states are made in the first.
         try:
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
             for _ in range(2):
@@ -307,9 +309,10 @@ def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
 
 def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
-    device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
+    device = local_part(parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
     if isinstance(parameter, DTensor):
+        # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the last ones smaller or empty.
         mesh, own = meshes[parameter.device_mesh], values
         for axis, placement in enumerate(parameter.placements):
             dim = getattr(placement, "dim", None)

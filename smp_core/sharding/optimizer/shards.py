@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts import load_host_master, model_parameter, stands_for, with_host_master
+from smp_core.torch_facts import load_host_master, local_part, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -164,7 +164,8 @@ class FlatShard:
         parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
         changed = {}
         for i, gradient in self.put_together(parts).items():
-            gradient, of_parameter = gradient + own[i] if i in own else gradient, hooks[i]
+            gradient = gradient + own[i] if i in own else gradient
+            of_parameter = hooks[i]
             if of_parameter is not None:
                 gradient = of_parameter.change(gradient)
             changed[i] = self.own_of(i, gradient).to(mean.device)
@@ -367,7 +368,7 @@ def master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_part(tensor).detach()
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:

@@ -1,0 +1,255 @@
+"""Operations on sharded and unsharded tensors together: an average of weights, a teacher, a target network that was
+copied before its model was sharded, a distance to first weights, a term of the loss that is made of parameters.
+
+torch refuses them ("got mixed torch.Tensor and DTensor"). Here a sharded operand is gathered, and the result is a plain
+tensor, as one process has it; what is written into a sharded tensor is this rank's part of an unsharded one, without
+messages. All ranks have to take part, as in every use of a DTensor. Each operation costs a gather: a copy that is made
+after sharding needs none.
+
+A gradient comes back to the sharded operand as the mean over the ranks whose gradients are averaged, because a rank
+has that of its own part of the batch.
+
+What matrix products, convolutions and lookups make of weights is gathered outside of a model's forward only: inside, a
+unit that was not called is a mistake with a message of its own (:mod:`smp_core.sharding.fsdp.units`).
+
+torch has no public name for whether its ``implicit_replication()`` is on (``_allow_implicit_replication`` of
+``_op_dispatcher``): inside it a plain tensor is a replicated DTensor, and results are DTensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
+
+from smp_core.checkpoint import map_tensors, shard_like
+from smp_core.cluster import SmpMesh
+from smp_core.sharding.fsdp import backward_pass, in_a_call
+from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
+from smp_core.sharding.optimizer.shards import local_of
+from smp_core.sharding.random_values import mesh_on
+from smp_core.torch_facts import ABSENT, is_absent
+from smp_core.watch import here, meet_between_calls
+
+logger = logging.getLogger("smp")
+
+# Names of torch.ops.aten. Of each that has one, the variant in place ("add_") and that of lists ("_foreach_add") too.
+_ELEMENTWISE = (
+    "add sub rsub mul div pow lerp addcmul addcdiv copy maximum minimum fmax fmin fmod remainder floor_divide atan2 "
+    "hypot copysign xlogy logaddexp where masked_fill clamp clamp_min clamp_max eq ne lt le gt ge equal isclose "
+    "allclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
+    "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward"
+)
+_PRODUCTS = (
+    "mm addmm bmm baddbmm addbmm mv addmv addr dot vdot matmul linear _cdist_forward _cdist_backward embedding "
+    "embedding_dense_backward index index_select gather convolution convolution_backward native_layer_norm "
+    "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
+    "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward _prelu_kernel _prelu_kernel_backward"
+)
+_LOOKED_AT = 64
+_looks = itertools.count()  # unsharded tensors of a parameter's shape
+_followed = WeakIdKeyDictionary()  # sharded operands whose gradients are brought into their layout
+
+
+def compute_with_unsharded_tensors() -> None:
+    """Let DTensors of sharded models and plain tensors be operands of one operation, in this process."""
+    for name in _ELEMENTWISE.split():
+        for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
+            _register(variant, _compute)
+    for name in _PRODUCTS.split():
+        _register(name, _compute_outside_of_forward)
+
+
+def _register(name: str, rule: Callable[..., Any]) -> None:
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in [] if packet is None else packet.overloads():
+        if "out" not in overload:
+            torch.library.register_torch_dispatch(getattr(packet, overload), DTensor, rule)
+
+
+def _compute_outside_of_forward(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    if in_a_call() and backward_pass() == -1:
+        return NotImplemented
+    return _compute(kind, function, types, args, kwargs)
+
+
+def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """Return the result of an operation with sharded and plain operands; NotImplemented: torch computes it."""
+    values = (*args, *(kwargs or {}).values())
+    if not _has_plain(values) or DTensor._op_dispatcher._allow_implicit_replication:
+        return NotImplemented
+    operands = list(_tensors(values))
+    sharded = [each for each in operands if isinstance(each, DTensor)]
+    plain = [each for each in operands if not isinstance(each, DTensor)]
+    if not any(map(_counts, plain)) and any(each.ndim for each in sharded):
+        return NotImplemented  # a number that all ranks have
+    absent = next(filter(is_absent, sharded), None)
+    if absent is not None:
+        raise RuntimeError(ABSENT % list(absent.shape))
+    mesh = mesh_on(sharded[0].device_mesh)
+    if mesh is None:
+        return NotImplemented
+
+    # Phase 1: lists are taken place by place; ranks make sure that they are all here, with equal tensors.
+    name = function.overloadpacket.__name__
+    written = next(_tensors(args)) if name.endswith("_") else None
+    if name.startswith("_foreach_") and len(args[0]) > 1:
+        return _each_alone(function, args, kwargs or {})
+    if backward_pass() == -1:
+        ranks = sharded[0].device_mesh.mesh.flatten().tolist()
+        meet_between_calls(f"{name} of a sharded parameter and an unsharded tensor", ranks)
+        for each in plain:
+            if each.shape == sharded[0].shape and each.ndim:
+                _look_for_differences(each, mesh)
+
+    # Phase 2: this rank's part is written, or what is sharded is gathered.
+    if isinstance(written, DTensor):
+        placed = functools.partial(_own_part, written=written)
+        return function(*map_tensors(args, placed), **map_tensors(kwargs or {}, placed))
+    if mesh.rank == 0 and any(each.ndim for each in sharded):
+        _say_once()
+    for operand in sharded:
+        if torch.is_grad_enabled() and operand.requires_grad:
+            _bring_back_gradient(operand)
+    gathered = functools.partial(_gathered, mesh=mesh, name=name)
+    with torch.no_grad():
+        return function(*map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered))
+
+
+def _has_plain(values: Any) -> bool:
+    """Return whether any of the tensors is a plain one. Asked for every operation of optimizers on lists of shards."""
+    for value in values:
+        if type(value) is DTensor:
+            continue
+        if isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and _has_plain(value)):
+            return True
+    return False
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _counts(plain: Tensor) -> bool:
+    """Return whether an unsharded operand may have other values on other ranks, or is as large as a sharded one."""
+    return plain.ndim > 0 or (torch.is_grad_enabled() and plain.requires_grad)
+
+
+def _gathered(operand: Tensor, mesh: SmpMesh, name: str) -> Tensor:
+    if not isinstance(operand, DTensor):
+        return operand
+    with here.waiting(f"{name} of a parameter and an unsharded tensor, which all ranks have to compute"):
+        return unsharded_value(operand.detach(), mesh).to(local_of(operand).device)
+
+
+def _own_part(operand: Tensor, written: DTensor) -> Tensor:
+    """Return this rank's part of an unsharded operand, beside a tensor that is written into."""
+    if isinstance(operand, DTensor) or operand.ndim == 0:
+        return operand
+    return shard_like(written, operand.expand(written.shape))
+
+
+def _each_alone(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute with lists of tensors place by place: a place may have plain tensors only, or sharded ones only."""
+    results = []
+    for place in range(len(args[0])):
+        own = [[value[place]] if isinstance(value, (list, tuple)) else value for value in args]
+        results.append(function(*own, **kwargs))
+    return None if results[0] is None else [each for result in results for each in result]
+
+
+def _bring_back_gradient(operand: DTensor) -> None:
+    """Let the plain gradient of a sharded operand become one of its layout. Parameters of units do that themselves
+    (:class:`smp_core.sharding.gradients.unit_window.UnitWindow`), because hooks of theirs are a user's."""
+    if hooks_of(operand) is not None or operand in _followed:
+        return
+    _followed[operand] = True
+    layout = Placed.of(operand)
+    operand.register_hook(lambda gradient: sharded_mean(gradient, layout))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The mesh and the placements of a DTensor, without its values.
+
+    Attributes:
+        device_mesh: its ranks.
+        placements: of a gradient of it: what is still to be added up has a gradient that all ranks have.
+    """
+
+    device_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Placed:
+        """Return the layout of a gradient of the tensor."""
+        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        return cls(tensor.device_mesh, tuple(placements))
+
+
+@torch.no_grad()
+def sharded_mean(gradient: Tensor, layout: Placed) -> Tensor | None:
+    """Return the mean of an unsharded gradient over the ranks whose gradients are averaged, in the layout of its
+    tensor; None for one that is sharded. Collective over these ranks."""
+    mesh = None if isinstance(gradient, DTensor) else mesh_on(layout.device_mesh)
+    if mesh is None:
+        return None
+    mean = gradient.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+    with here.waiting("the gradient of a parameter that was computed with outside of its unit"):
+        dist.all_reduce(mean, group=mesh.gradient_group)
+    mean /= mesh.gradient_degree
+    everywhere = [Replicate()] * layout.device_mesh.ndim
+    replicated = DTensor.from_local(mean, layout.device_mesh, everywhere, run_check=False)
+    return replicated.redistribute(placements=layout.placements)
+
+
+def _look_for_differences(plain: Tensor, mesh: SmpMesh) -> None:
+    """Warn once if an unsharded tensor of a parameter's shape differs between ranks, among the first of them."""
+    if next(_looks) >= _LOOKED_AT:
+        return
+    total = plain.detach().double().sum().to(mesh.device)
+    extremes = torch.stack([total, -total])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.model_group)
+    if mesh.rank == 0 and bool(extremes.sum() > 0):
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "an unsharded tensor of a parameter's shape, which is an operand beside the sharded parameter, differs between "
+        "ranks. If it is a copy of weights from before sharding, each rank made its own first weights, of which the "
+        "model kept rank 0's: seed all ranks alike before the model is made (torch.manual_seed, seed_everything, "
+        "set_seed), or make the copy when the model is sharded"
+    )
+
+
+def take_part_of_gradient(parameter: Tensor) -> None:
+    """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad * mask``) be this rank's part of
+    it. Local."""
+    if isinstance(parameter, DTensor) and parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+        parameter.grad = shard_like(parameter, parameter.grad)
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.info(
+        "an unsharded tensor, as of a copy of weights that was made before the model was sharded, is an operand beside "
+        "a sharded parameter, which is gathered for it each time, on all ranks; a copy of shards needs no messages"
+    )
