@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -385,3 +385,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def on_predict_end(self) -> None:
         self._end_evaluation()
+
+
+_HOOKS_BEFORE_STEPS = (
+    *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("configure_gradient_clipping", "optimizer_step"),
+)
+
+
+def hooks_before_steps(trainer: Trainer) -> Iterator[Callable[..., Any]]:
+    """Yield what a user's module and callbacks do between backward passes and steps."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    for owner in (trainer.lightning_module, *callbacks):
+        for name in _HOOKS_BEFORE_STEPS:
+            hook = getattr(owner, name, None)
+            if callable(hook) and getattr(hook, "__module__", "").split(".")[0] not in ("lightning", "lightning_smp"):
+                yield hook

@@ -50,8 +50,8 @@ _FREED = (
 )
 _NO_MEMORY = (
     "a number that is made of a shard (its norm, its mean) is a DTensor, and torch.tensor([...]) reads the memory of "
-    "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm(module, "
-    "2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
+    "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm("
+    "module, 2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
 )
 # The first that is found in an error's text.
 _NOTES = {
