@@ -1,9 +1,9 @@
 """Random programs of Lightning: modules, data, callbacks and flags of the Trainer drawn from seeds, each run on ranks
 and in one process.
 
-`draw` makes a program of a seed, a dict of plain values; `run` plays it and returns what a user sees of it: losses, rows
-of the logger, the order of hooks, learning rates, checkpoints by name with their scores, weights, predictions. The
-ranks' batches together are those of one process (see `tests.lightning.modules`).
+`draw` makes a program of a seed, a dict of plain values; `run` plays it and returns what a user sees of it: losses,
+rows of the logger, the order of hooks, learning rates, checkpoints by name with their scores, weights, predictions.
+The ranks' batches together are those of one process (see `tests.lightning.modules`).
 """
 
 from __future__ import annotations

@@ -393,8 +393,8 @@ def say_where_gradients_are(hooks: Iterable[Callable[..., Any]]) -> None:
     found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
     if found and is_rank_0():
         logging.getLogger("smp").warning(
-            "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no effect. "
-            "This rank's part of them is the .grad of parallel.stepped(parameters), a norm of all is "
+            "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no "
+            "effect. This rank's part of them is the .grad of parallel.stepped(parameters), a norm of all is "
             "parallel.grad_norm(); or write optimizer_shard='shard'",
             " and ".join(found),
         )
