@@ -169,7 +169,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         # The knobs; Accelerate's own options for sharding become knobs.
         refuse_precision(arguments)
         refuse_engines(arguments)
-        parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
+        parallelism = arguments.pop("parallelism_config", None)
+        fsdp = arguments.pop("fsdp_plugin", None)
         self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
         if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"

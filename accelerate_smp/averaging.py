@@ -59,7 +59,9 @@ class SmpAveragingCallback(TrainerCallback):
             raise ValueError(f"decay={decay}: allowed are numbers from 0 to below 1")
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
-        self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
         self.device, self.take_at_end = device, take_at_end
         self.average: ShardedAverage | None = None
 

@@ -14,6 +14,7 @@ import yaml
 from smp_core.cli import findings, table_of
 from smp_core.config import YAML_SECTION, SmpConfig, values as read
 from smp_core.outside import OneLineErrors, console, without_commands
+from smp_core.topology import divisors, listed
 
 
 class _Commands(OneLineErrors):
@@ -49,6 +50,7 @@ def config(
     """
     if config_file.exists() and not overwrite:
         raise ValueError(f"{config_file} exists; type --overwrite, or another --config_file")
+    # Machines and processes.
     gpus = torch.cuda.device_count()
     machines = _ask("How many machines", 1, read.integer(minimum=1))
     use_cpu = gpus == 0 and typer.confirm("No GPU found here; run on CPU", default=True)
@@ -64,6 +66,7 @@ def config(
         document["machine_rank"] = _ask("The rank of this machine", 0, _below(machines))
         document["main_process_ip"] = typer.prompt("The address of machine 0", type=str)
         document["main_process_port"] = _ask("The port on machine 0", 29500, _below(65536, at_least=1))
+    # Precision, then sharding.
     precisions = ("no", "bf16") if use_cpu else ("no", "bf16", "fp16")
     asked = f"Precision ({', '.join(precisions)})"
     document["mixed_precision"] = _ask(asked, "no" if use_cpu else "bf16", read.word(*precisions))
@@ -103,8 +106,7 @@ def _degree_of(processes: int) -> read.Reader:
     def reader(name: str, answer: Any) -> int | str:
         degree: int | str = SmpConfig.readers()["shard_degree"](name, answer)
         if isinstance(degree, int) and processes % degree:
-            divisors = [str(n) for n in range(1, processes + 1) if processes % n == 0]
-            allowed = f"{', '.join(divisors)}, 'node', 'world', 'auto'"
+            allowed = f"{listed(divisors(processes))}, 'node', 'world', 'auto'"
             raise read.refusal(name, answer, allowed, f"it has to divide the {processes} processes")
         return degree
 

@@ -48,6 +48,7 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
             raise ValueError(
                 f"{where}: unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "leave it out")
             )
+        # What a recipe has too, what it says in other words, and what it does not have.
         if value is None:
             continue
         if name in _SAME:
@@ -93,6 +94,7 @@ def settle_fp8(arguments: dict[str, Any], config: SmpConfig) -> SmpConfig:
     Raises:
         ValueError: ``mixed_precision="fp8"`` and nothing that says how, or two places that say different things.
     """
+    # Who asks for it: handlers, the environment, the configuration.
     asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wants_fp8 = str(getattr(asked, "value", asked)) == "fp8"
     given = _from_handlers(arguments)
@@ -105,6 +107,7 @@ def settle_fp8(arguments: dict[str, Any], config: SmpConfig) -> SmpConfig:
         )
     if config.fp8 is None and given is not None:
         config = dataclasses.replace(config, fp8=given)
+    # Accelerate itself computes in bfloat16.
     if wants_fp8:
         if config.fp8 is None:
             raise ValueError(

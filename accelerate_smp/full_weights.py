@@ -4,7 +4,7 @@
     model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
                                                model: written by rank 0, whole; a class may run its model there
     accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
-                                               likewise (smp_core/sharding/shards_as_tensors.py)
+                                               likewise (smp_core/sharding/process.py)
 
 All but the last have to be called on every rank, which is checked before anything is gathered.
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import Ranks, full_state_dict, iterate_tensors, map_tensors
 from smp_core.engine import ParallelModel
 from smp_core.sharding import is_a_part
+from smp_core.torch_facts import local_part
 from smp_core.watch import meet
 
 _PART = "_smp_part_of"
@@ -63,7 +63,7 @@ class FullWeightsAccelerator(Accelerator):
                 "accelerator.save was given sharded tensors, and rank 0, which writes them, holds a part of each; "
                 "write state = accelerator.get_state_dict(model) on every rank and save that, or save_state(folder)"
             )
-        super().save(map_tensors(obj, _plain), f, safe_serialization)
+        super().save(map_tensors(obj, local_part), f, safe_serialization)
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks as Accelerate does.
@@ -120,10 +120,6 @@ def full_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
 def holds_shards(state: Any) -> bool:
     """Return whether a nested state has tensors of which this rank holds a part."""
     return any(is_a_part(tensor) for _, tensor in iterate_tensors(state))
-
-
-def _plain(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch_keys import read_keys, refuse_flags
 from smp_core.config import CONFIG_FILE_VARIABLE, YAML_SECTION, SmpConfig, nearest_name
 from smp_core.outside import read_yaml
+from smp_core.topology import divisors, listed
 
 logger = logging.getLogger("smp")
 
@@ -101,9 +102,9 @@ class LaunchFile:
         """
         degree = self.smp.shard_degree
         if isinstance(degree, int) and processes % degree:
-            allowed = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
             raise ValueError(
-                f"{self.path}: shard_degree={degree} does not divide num_processes={processes}; allowed: {allowed}"
+                f"{self.path}: shard_degree={degree} does not divide num_processes={processes}; allowed: "
+                f"{listed(divisors(processes))}"
             )
         product = 1
         for size in self.parallelism.values():

@@ -83,7 +83,8 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(key) is not None:
             # Without quotes `no` is false in YAML.
             found[key] = "no" if key == "mixed_precision" and found[key] is False else reader(key, found[key])
-    machines, rank = found.get("num_machines") or 1, found.get("machine_rank") or 0
+    machines = found.get("num_machines") or 1
+    rank = found.get("machine_rank") or 0
     if rank >= machines:
         allowed = ", ".join(map(str, range(machines))) if machines <= 8 else f"0 to {machines - 1}"
         raise ValueError(f"machine_rank={rank} is not one of num_machines={machines}; allowed: {allowed}")

@@ -108,6 +108,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         """
         if not self.smp or not self.smp_config.checkpoint.memory_every_n_steps or self._topology is None:
             return
+        # What there has to be.
         if self.memory is None:
             raise RuntimeError(
                 "keep_state() does not know whose state it keeps: call accelerator.load_newest_state('checkpoints') "
@@ -119,6 +120,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
                 "save, which a state in memory does not have; use register_for_checkpointing, or write "
                 "checkpoint={'memory_every_n_steps': 0}"
             )
+        # Between windows, once a step.
         step = self.optimizer_steps
         handles = map(parallel_of, self._models)
         if step == self._kept_until or any(handle is not None and handle.window.is_open for handle in handles):

@@ -165,7 +165,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     def _counting_ranks_once(self) -> Iterator[None]:
         """Let the accelerator tell Trainer of no ranks that share a batch: Transformers before 5.20 divides counts and
         ``num_processes`` by them, which here counts them once already (a loss of 0 at two tensor ranks)."""
-        before, self.accelerator.counts_ranks_itself = self.accelerator.counts_ranks_itself, True
+        before = self.accelerator.counts_ranks_itself
+        self.accelerator.counts_ranks_itself = True
         try:
             yield
         finally:

@@ -66,7 +66,8 @@ class CheckpointingTrainerMixin(_Base):
             return
         run_dir = self._get_output_dir(trial=trial)
         # Chosen now: by the time this one has committed the next may have its folder, with nothing whole in it.
-        found, best = _oldest_first(run_dir, self.state.global_step), self.state.best_model_checkpoint
+        found = _oldest_first(run_dir, self.state.global_step)
+        best = self.state.best_model_checkpoint
 
         def rotate() -> None:
             for path in _surplus(found, limit, best):

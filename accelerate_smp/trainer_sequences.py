@@ -177,6 +177,7 @@ class SharedSequencesTrainerMixin(_Base):
         if context is None:
             with asked_for:
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        # Without labels there is no loss, whose computation would split the batch.
         self._split = None
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(inputs.get(name) is None for name in self.label_names):
@@ -188,6 +189,7 @@ class SharedSequencesTrainerMixin(_Base):
                 loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:
             self._predicts = False
+        # Of all ranks that share the sequences.
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)
         if logits is not None and self._split is not None:

@@ -296,7 +296,8 @@ def _first_samples(loader: Any, batches: int) -> list[str]:
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     found = [getattr(sampler, "generator", None) for sampler in samplers]
     generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    random, states = torch.get_rng_state(), [generator.get_state() for generator in generators]
+    random = torch.get_rng_state()
+    states = [generator.get_state() for generator in generators]
     reading, hashes = iter(loader.base_dataloader), []
     for _ in range(batches):
         batch = next(reading, None)
@@ -371,7 +372,9 @@ def _change_arguments(recording: _Recording, args: Any) -> None:
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
     args.save_strategy, args.report_to = SaveStrategy.NO, []
-    args.logging_strategy, args.logging_steps, args.logging_first_step = IntervalStrategy.STEPS, 1, True
+    args.logging_strategy = IntervalStrategy.STEPS
+    args.logging_steps = 1
+    args.logging_first_step = True
     args.load_best_model_at_end = args.push_to_hub = False
     args.disable_tqdm, args.output_dir = True, str(recording.request.folder / "files")
     if recording.request.float64:

@@ -93,11 +93,11 @@ def work(steps_of: Callable[[], dict[str, Callable[[], None]]], rounds: int) -> 
         print("REPORT", json.dumps({"seconds": seconds, "bytes": sent}), flush=True)
 
 
-def in_lab(script: str, nodes: int, rate: int, rounds: int) -> dict[str, Any]:
+def in_lab(script: str, nodes: int, rate: int, rounds: int, *options: str) -> dict[str, Any]:
     """Run a script's workers on nodes of the lab; return what rank 0 reports."""
     command = [sys.executable, str(NETLAB), "run", "--nodes", str(nodes), "--ranks", str(RANKS)]
     command += ["--rate", f"{rate}mbit", "--delay", "1ms", "--", sys.executable, script, "--worker"]
-    done = subprocess.run([*command, "--rounds", str(rounds)], capture_output=True, text=True)
+    done = subprocess.run([*command, "--rounds", str(rounds), *options], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")

@@ -111,13 +111,14 @@ class _OverShards:
     _average_model: Any
 
     def setup(self: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the average of an earlier fit; with another strategy become Lightning's own callback again."""
-        if isinstance(trainer.strategy, SteppingStrategy):
-            self._average_model = None
-            self._built_in = _dtypes(pl_module)
-        else:
+        """Forget the average of an earlier fit when another begins; an evaluation in between has it still. With another
+        strategy become Lightning's own callback again."""
+        if not isinstance(trainer.strategy, SteppingStrategy):
             self.__class__ = self.stock
             self.setup(trainer, pl_module, stage)
+        elif stage == "fit":
+            self._average_model = None
+            self._built_in = _dtypes(pl_module)
 
 
 class _Weight(_OverShards, WeightAveraging):
@@ -158,7 +159,7 @@ class _Weight(_OverShards, WeightAveraging):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING and self._average_model is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
         elif "averaging_state" not in checkpoint:
             rank_zero_warn("The checkpoint holds no average of weights: averaging begins with the weights it holds.")

@@ -129,7 +129,9 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     # The batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parallel, strategy, step = _parallel_model(trainer), trainer.strategy, trainer.global_step
+        parallel = _parallel_model(trainer)
+        strategy = trainer.strategy
+        step = trainer.global_step
         self._figures = JobFigures(
             parallel,
             device=strategy.root_device,

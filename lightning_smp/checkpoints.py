@@ -77,11 +77,6 @@ def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> No
             )
 
 
-def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
-    """Return the module's state dict; sharded parameters as DTensors."""
-    return strategy.parallel.model_state()
-
-
 def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return one optimizer's state by parameter name, or in torch's own numbered form with ``checkpoint="full"``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
@@ -105,6 +100,7 @@ def save(
     if strategy.config.checkpoint.full_state_dict:
         _save_full(strategy, checkpoint, path, storage_options)
         return
+    # A folder of sharded tensors.
     if storage_options is not None:
         raise TypeError(
             "storage_options have no effect on a sharded checkpoint; give an fsspec address as the path, or set "

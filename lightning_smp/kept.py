@@ -90,11 +90,13 @@ def _change(value: Any, before: Any) -> Any:
         changes = {key: _change(each, before.get(key)) for key, each in value.items()}
         new = {key: change for key, change in changes.items() if change is not None or key not in before}
         return {key: _Other(value[key]) if change is None else change for key, change in new.items()} or None
+    # What is no dict is the same object with the same value, or another one.
     if isinstance(before, _SeenTensor):
         return None if before.is_still(value) else _Other(value)
     now = _seen(value)
     if type(now) is type(before) and now == before:
         return None
+    # A list that only grew.
     if isinstance(value, list) and isinstance(before, tuple) and len(before) == 3:
         same_list, count, first = before
         if id(value) == same_list and len(value) > count and (count == 0 or id(value[0]) == first):

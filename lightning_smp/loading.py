@@ -83,7 +83,8 @@ class Loading:
     def __init__(
         self, strategy: SteppingStrategy, path: Any, weights_only: bool | None, memory: KeepsInMemory | None
     ) -> None:
-        verify, is_checked = strategy.config.checkpoint.verify, _means_newest(strategy, path)
+        verify = strategy.config.checkpoint.verify
+        is_checked = _means_newest(strategy, path)
         if is_checked:
             path = _newest(strategy, path, verify, memory)
         if memory is not None:
@@ -190,13 +191,17 @@ class Loading:
 
         # Random states, and the place in the data.
         parts = [part if isinstance(part, dict) else {} for part in self._source.per_rank()]
-        random, rank, world = None, strategy.global_rank, dist.get_world_size()
+        random = None
+        rank = strategy.global_rank
+        world = dist.get_world_size()
         if any("random" in part for part in parts):
-            seed, step = int(os.environ.get("PL_GLOBAL_SEED", "0")), int(checkpoint["global_step"])
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+            step = int(checkpoint["global_step"])
             saved = [part.get("random") for part in parts]
             random = resumed_random_state(saved, rank, world, seed, step, os.fspath(self.path))
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
-        allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
+        allow = strategy.config.checkpoint.allow_batch_change
+        data_size = strategy.mesh.data_size
         in_window = "smp_window" in checkpoint
         loaders = places_of_loaders(checkpoint)
         of_ranks = [part.get("loaders", loaders) for part in parts]
@@ -224,6 +229,7 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
 
     if dist.get_world_size() == 1:
         return given
+    # Rank 0 says what there is; tensors that it has whole follow one by one.
     carried: list[Any] = [{key: described(value) for key, value in given.items()}]
     dist.broadcast_object_list(carried, src=0, device=device)
     agreed: dict[str, Any] = {}

@@ -314,6 +314,7 @@ def _combine(calls: list[_Call]) -> _Call:
         )
     if len(calls) == 1:
         return calls[0]
+    # One number of several micro-batches: with their sizes, if all have one.
     values = torch.stack([torch.as_tensor(call.arguments["value"]).reshape(()) for call in calls])
     if name == "mean" and not values.is_floating_point():
         values = values.float()

@@ -76,7 +76,9 @@ class LeavesWhenTold(Callback):
         self._in_validation = False
 
     def _save_and_leave(self, trainer: Trainer) -> None:
-        begin, path, strategy = time.monotonic(), _path(trainer), cast(Any, trainer.strategy)
+        begin = time.monotonic()
+        path = _path(trainer)
+        strategy = cast(Any, trainer.strategy)
         trainer.save_checkpoint(path)
         if strategy.background_saves is not None:
             strategy.background_saves.wait()

@@ -258,7 +258,8 @@ class Resume:
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
-        validates_first, ends_epoch_first = begins_with_it(trainer), _ends_epoch_first(trainer)
+        validates_first = begins_with_it(trainer)
+        ends_epoch_first = _ends_epoch_first(trainer)
         if not ends_epoch_first:
             self._go_to(trainer, loaders, batches, validates_first)
         if (validates_first or ends_epoch_first) and self.random is not None:
@@ -269,7 +270,8 @@ class Resume:
         """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
         # The loaders.
         assert self.place is not None
-        saved, steps = self.place["samples_per_batch"], self.place["accumulate_grad_batches"]
+        saved = self.place["samples_per_batch"]
+        steps = self.place["accumulate_grad_batches"]
         here = accumulation(trainer)
         if len(saved) != len(sizes):
             raise ValueError(
@@ -318,6 +320,7 @@ class Resume:
         samples, size = self.place["samples_in_epoch"][0], sizes[0]
         if samples is None or size is None:
             return before
+        # Whole optimizer steps of today's size.
         window = size * (accumulation(trainer) or 1)
         batches = samples // window * (accumulation(trainer) or 1)
         if batches * size != samples:

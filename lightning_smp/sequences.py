@@ -38,7 +38,9 @@ class SharedSequences:
         Args:
             in_stages: whether pipeline stages cut batches into micro-batches, each of which is split by itself.
         """
-        self._context, self.split, self._in_stages = context, None, in_stages
+        self._context = context
+        self.split = None
+        self._in_stages = in_stages
         if context is not None:
             self._shifts = shifts_labels(module)
 

@@ -143,7 +143,8 @@ def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     gathered, why = _autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
     if gathered is not None and device.type == "cpu":
-        gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
+        gathered = None
+        why = f"{why} on CPU: autocast there does not mix dtypes in norms"
     scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
     return CorePrecision(gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales)
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -197,7 +197,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     def _reads_as(self) -> tuple[int, int]:
         """The number of ranks that read different samples, and this one's place; before there is a mesh, too."""
         # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
-        tensor, context = self.config.tensor_parallel_degree, self.config.context_parallel_degree
+        tensor = self.config.tensor_parallel_degree
+        context = self.config.context_parallel_degree
         of_stage = self.world_size * tensor
         return self.world_size // context, self.global_rank % of_stage // (context * tensor)
 
@@ -287,8 +288,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             weight = 1.0 if self.joined is None else self.joined.weight
             batch = (*args, *kwargs.values())
             return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
-        context = self.precision_plugin.train_step_context()
-        return self._run_step(self._module.training_step, context, *args, **kwargs)
+        return self._micro_batch(*args, **kwargs)
 
     def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         context = self.precision_plugin.train_step_context()
@@ -385,3 +385,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def on_predict_end(self) -> None:
         self._end_evaluation()
+
+
+_HOOKS_BEFORE_STEPS = (
+    *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("configure_gradient_clipping", "optimizer_step"),
+)
+
+
+def hooks_before_steps(trainer: Trainer) -> Iterator[Callable[..., Any]]:
+    """Yield what a user's module and callbacks do between backward passes and steps."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    for owner in (trainer.lightning_module, *callbacks):
+        for name in _HOOKS_BEFORE_STEPS:
+            hook = getattr(owner, name, None)
+            if callable(hook) and getattr(hook, "__module__", "").split(".")[0] not in ("lightning", "lightning_smp"):
+                yield hook

@@ -44,12 +44,13 @@ from lightning_smp.processes import take_over_exception_saves
 from lightning_smp.resume import Resume, WindowStart, begin_batch, describe_place, loader_state, training_loaders
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
-from lightning_smp.steps import SteppingStrategy
+from lightning_smp.steps import SteppingStrategy, hooks_before_steps
 from lightning_smp.uneven import Evaluations, require_equal_training, require_joined_alone
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import missed
+from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.watch import Preemption, meet_between_runs, synchronize_metrics
 
 logger = logging.getLogger("smp")
@@ -240,6 +241,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
+        if self.window.world is not None:
+            say_where_gradients_are(hooks_before_steps(trainer))
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.
         self.optimizers = self.optimizers
 
@@ -299,7 +302,7 @@ class SmpShardedStrategy(SteppingStrategy):
         meet_between_runs("trainer.save_checkpoint(...)")
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
-        return checkpoints.model_state(self)
+        return self.parallel.model_state()
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

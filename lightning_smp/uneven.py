@@ -59,7 +59,9 @@ class UnevenLoader:
         self, loader: Any, longest: int | None, limit: Callable[[], float], repeat: Callable[[Any, int], None]
     ) -> None:
         self.loader = loader
-        self._longest, self._limit, self._repeat = longest, limit, repeat
+        self._longest = longest
+        self._limit = limit
+        self._repeat = repeat
 
     def __len__(self) -> int:
         if self._longest is None:
@@ -173,7 +175,9 @@ class Evaluations:
 
     def _repeat(self, place: int, batch: Any, number: int) -> None:
         """Run a step in which this rank has no batch of its own."""
-        trainer, loop, name = self._trainer, self._loop, self._step_name
+        trainer = self._trainer
+        loop = self._loop
+        name = self._step_name
         module: Any = trainer.lightning_module
         shown = place if loop.num_dataloaders > 1 else None
         if number == 0 and place > 0 and not trainer.predicting:

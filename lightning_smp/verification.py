@@ -119,7 +119,9 @@ def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
 class OneProcess(SingleDeviceStrategy):
     """Lightning's strategy of one device, for the process that the ranks are compared with."""
 
-    data_size, data_rank, data_group = 1, 0, None
+    data_size = 1
+    data_rank = 0
+    data_group = None
 
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the tensor: sequences are not shared."""
@@ -226,7 +228,8 @@ def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:
         if not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return None
         # What Lightning puts in its place on ranks; it shuffles training data, also where the loader does not.
-        seed, shuffle = int(os.environ.get("PL_GLOBAL_SEED", 0)), not getattr(trainer, "overfit_batches", 0)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        shuffle = not getattr(trainer, "overfit_batches", 0)
         dataset: Any = loader.dataset
         loader = DataLoader(
             dataset,

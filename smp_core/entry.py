@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smp_core.checkpoint.memory import MemoryTier
@@ -39,6 +38,7 @@ from smp_core.planner import RunningStep, plan_run
 from smp_core.sharding import given_sharding
 from smp_core.sharding.fsdp import given_units, require_internals
 from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
+from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
@@ -165,10 +165,6 @@ def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, in
     return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
 
 
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _warn(plan: Plan, rank: int) -> None:
     for line in plan.warnings if rank == 0 else ():
         logger.warning("%s", line)
@@ -177,7 +173,7 @@ def _warn(plan: Plan, rank: int) -> None:
 def _planned(model: nn.Module, asked: SmpConfig, observe: Callable[[], Cluster], step: RunningStep) -> SmpConfig:
     """Return the knobs with those that rank 0 plans. Collective."""
     agreed(asked, lambda: True)  # a knob that only another rank was given would be planned over
-    with long_wait("planning (plan='auto')", here=_is_rank_0()):
+    with long_wait("planning (plan='auto')", here=is_rank_0()):
         decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
     return asked.with_asked("the plan", **decision.knobs).with_resolved("plan", asked.plan, decision.why)
 

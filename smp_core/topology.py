@@ -75,7 +75,7 @@ class Topology:
         if ranks_per_node < 1 or world_size < 1 or world_size % ranks_per_node:
             raise ValueError(
                 f"ranks_per_node={ranks_per_node} does not divide the world of {world_size} ranks; "
-                f"allowed: {_listed(_divisors(world_size))}"
+                f"allowed: {listed(divisors(world_size))}"
             )
         return _uniform(world_size, ranks_per_node)
 
@@ -130,11 +130,11 @@ class Topology:
         """
         if stages == 1:
             return self
-        fitting = [n for n in _divisors(self.world_size) if self._fills_nodes(self.world_size // n)]
+        fitting = [n for n in divisors(self.world_size) if self._fills_nodes(self.world_size // n)]
         if stages not in fitting:
             raise ValueError(
                 f"pipeline_parallel_degree={stages} does not cut {self.num_nodes} x {_ranks(self.ranks_per_node)} into "
-                f"stages of whole nodes or of equal parts of a node; allowed: {_listed(fitting)}"
+                f"stages of whole nodes or of equal parts of a node; allowed: {listed(fitting)}"
             )
         size = self.world_size // stages
         return Topology.uniform(size, min(size, self.ranks_per_node))
@@ -168,7 +168,7 @@ class Topology:
         nodes.
         """
         per_node = self.ranks_per_node
-        return tuple(n for n in _divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
+        return tuple(n for n in divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
 
     def resolve_shard_degree(self, requested: int | str) -> int:
         """Resolve a shard degree to the number of ranks in a partition group.
@@ -186,18 +186,18 @@ class Topology:
         allowed = self.allowed_shard_degrees()
         if not isinstance(requested, int) or isinstance(requested, bool):
             raise ValueError(
-                f"shard_degree={requested!r} is not a number of ranks; allowed here: {_listed(allowed)}, 'node', "
+                f"shard_degree={requested!r} is not a number of ranks; allowed here: {listed(allowed)}, 'node', "
                 "'world' ('auto' is resolved once the model is known)"
             )
         if requested < 1 or self.world_size % requested:
             raise ValueError(
                 f"shard_degree={requested} does not divide the world of {_ranks(self.world_size)}; "
-                f"allowed: {_listed(allowed)}"
+                f"allowed: {listed(allowed)}"
             )
         if requested not in allowed:
             raise ValueError(
                 f"shard_degree={requested} makes partition groups that straddle nodes of {_ranks(self.ranks_per_node)} "
-                f"unevenly; allowed: {_listed(allowed)}"
+                f"unevenly; allowed: {listed(allowed)}"
             )
         return requested
 
@@ -224,7 +224,7 @@ class Topology:
         nodes = []
         for name, ranks in zip(self.node_names, self.nodes, strict=True):
             word = "rank" if len(ranks) == 1 else "ranks"
-            nodes.append(f"node {name}: {word} {_listed(ranks)}")
+            nodes.append(f"node {name}: {word} {listed(ranks)}")
         return "; ".join(nodes)
 
 
@@ -281,7 +281,7 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     for node in topology.nodes:
         hosts = {reports[rank].hostname for rank in node}
         if len(hosts) > 1:
-            return topology, [f"{RANKS_PER_NODE_VARIABLE}={posed} counts {_listed(sorted(hosts))} as one node"]
+            return topology, [f"{RANKS_PER_NODE_VARIABLE}={posed} counts {listed(sorted(hosts))} as one node"]
     return topology, []
 
 
@@ -302,10 +302,10 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
     if text is None:
         return None
     world = len(reports)
-    if not text.strip().isdecimal() or int(text) not in _divisors(world):
+    if not text.strip().isdecimal() or int(text) not in divisors(world):
         raise ValueError(
             f"{RANKS_PER_NODE_VARIABLE}={text} does not divide the world of {_ranks(world)}; "
-            f"allowed: {_listed(_divisors(world))}; or unset it to have the nodes found"
+            f"allowed: {listed(divisors(world))}; or unset it to have the nodes found"
         )
     return int(text)
 
@@ -335,14 +335,14 @@ def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
     sizes = {report.local_world_size for report in reports if report.local_world_size is not None}
     if sizes and sizes != {str(topology.ranks_per_node)}:
         warnings.append(
-            f"LOCAL_WORLD_SIZE={_listed(sorted(sizes))} but {_ranks(topology.ranks_per_node)} were found on each node "
+            f"LOCAL_WORLD_SIZE={listed(sorted(sizes))} but {_ranks(topology.ranks_per_node)} were found on each node "
             f"({topology._layout()}); the found nodes are used, set {RANKS_PER_NODE_VARIABLE} if they are wrong"
         )
     for name, ranks in zip(topology.node_names, topology.nodes, strict=True):
         local = [reports[rank].local_rank for rank in ranks if reports[rank].local_rank is not None]
         if not warnings and len(set(local)) < len(local):
             warnings.append(
-                f"{_span(ranks)} on node {name} have LOCAL_RANK {_listed(map(str, local))}; ranks of a node with "
+                f"{_span(ranks)} on node {name} have LOCAL_RANK {listed(map(str, local))}; ranks of a node with "
                 "equal LOCAL_RANK may share a device"
             )
     return warnings
@@ -355,11 +355,13 @@ def _uniform(world_size: int, ranks_per_node: int) -> Topology:
     return Topology(nodes, tuple(f"node{index}" for index in range(len(nodes))))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide a number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(items: Iterable[object]) -> str:
+def listed(items: Iterable[object]) -> str:
+    """Return what is allowed, as errors name it: "1, 2, 4"."""
     return ", ".join(map(str, items))
 
 
@@ -373,4 +375,4 @@ def _span(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {_listed(ranks)}"
+    return f"ranks {listed(ranks)}"

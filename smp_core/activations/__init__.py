@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from smp_core.activations.selective import (
         keep_outputs_of as keep_outputs_of,
         kept_outputs_shown_to as kept_outputs_shown_to,
+        selective_contexts as selective_contexts,
     )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

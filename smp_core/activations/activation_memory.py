@@ -55,7 +55,8 @@ def save_activations(model: nn.Module, plan: Plan, device: torch.device) -> Acti
     Args:
         device: where the model is going to compute.
     """
-    asked, unit_names = plan.activations, [unit.name for unit in plan.sharded_units]
+    asked = plan.activations
+    unit_names = [unit.name for unit in plan.sharded_units]
     # Recomputation.
     modules = dict(model.named_modules())
     recomputed: set[str] = set()

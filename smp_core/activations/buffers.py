@@ -29,7 +29,9 @@ class ForwardWithBuffers:
     """
 
     def __init__(self, function: Callable[..., Any], places: list[Place], written: set[int] | None) -> None:
-        self._function, self._places, self._written = function, places, written
+        self._function = function
+        self._places = places
+        self._written = written
         self._before: dict[int, torch.Tensor] | None = None
         self._lost: set[int] = set()
 

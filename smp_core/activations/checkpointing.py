@@ -165,7 +165,9 @@ class _Compared:
     """
 
     def __init__(self, function: Callable[..., Any], name: str, contexts: ContextPair) -> None:
-        self._function, self._name, self._contexts = function, name, contexts
+        self._function = function
+        self._name = name
+        self._contexts = contexts
         self._outputs: Any = None
         self._first: list[torch.Tensor] | None = None
 

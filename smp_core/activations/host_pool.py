@@ -44,7 +44,9 @@ class HostPool:
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool, lower: str) -> None:
-        self.limit_bytes, self.pinned, self._lower = limit_bytes, pinned, lower
+        self.limit_bytes = limit_bytes
+        self.pinned = pinned
+        self._lower = lower
         self._free: list[HostBuffer] = []
         self.n_bytes = 0
         """The bytes of all buffers, in use or free."""

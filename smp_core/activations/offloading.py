@@ -84,7 +84,10 @@ class Offloader:
     """
 
     def __init__(self, device: torch.device, horizon: int, pool: HostPool, *, min_bytes: int) -> None:
-        self.device, self.horizon, self.pool, self.min_bytes = device, horizon, pool, min_bytes
+        self.device = device
+        self.horizon = horizon
+        self.pool = pool
+        self.min_bytes = min_bytes
         behind = streams.run_behind(device)
         self._module: Any = torch.get_device_module(device)
         self._out = self._module.Stream(device) if behind else None

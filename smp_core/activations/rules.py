@@ -50,7 +50,8 @@ def _settle_activations(draft: ModelDraft) -> ActivationPlan:
 
 
 def _settle_offloading(draft: ModelDraft, checkpointed: int, cluster: Cluster) -> int | None:
-    asked, horizon = draft.knobs.activations, draft.knobs.activations.loading_horizon
+    asked = draft.knobs.activations
+    horizon = draft.knobs.activations.loading_horizon
     if not asked.offload:
         if horizon != 2:
             draft.settle("activations.loading_horizon", horizon, "no effect: nothing is offloaded")

@@ -10,7 +10,6 @@ never removed for one that does not exist.
 from __future__ import annotations
 
 import atexit
-import datetime
 import logging
 import os
 import threading
@@ -36,11 +35,8 @@ logger = logging.getLogger("smp")
 class AsyncCheckpointer:
     """A writer of checkpoints in the background of training. Its construction is collective.
 
-    Args:
-        process_group: the ranks that save together; None: all. The thread does not use this group but a gloo group of
-            the same ranks, made here.
-        timeout: of that group: the longest that one rank may wait for the slowest rank's writing; default: that of the
-            default group's collectives, so that a lost rank is noticed as soon as anywhere.
+    The thread has a gloo group of its own, with the limit of the default group's collectives, so that a lost rank is
+    noticed as soon as anywhere.
 
     Attributes:
         stalls: what the last save has kept training waiting for, in seconds: ``seconds_save_before``, the end of the
@@ -48,19 +44,14 @@ class AsyncCheckpointer:
             save before, whether that one had ended on all ranks.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: datetime.timedelta | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._status_group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
-            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            timeout = timeout or collective_timeout()
-            self._group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp checkpoints")
+            timeout = collective_timeout()
+            self._group = dist.new_group(timeout=timeout, backend="gloo", group_desc="smp checkpoints")
             # The calling threads' own: collectives of two threads must not mix in one group.
-            self._status_group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp save status")
+            self._status_group = dist.new_group(timeout=timeout, backend="gloo", group_desc="smp save status")
         self._ranks = Ranks(self._group)
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None

@@ -45,19 +45,21 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
     return math.sqrt(2 * save_seconds * seconds_between_failures) * (1 + math.sqrt(half) / 3 + half / 9) - save_seconds
 
 
+_HISTORY = 50  # steps, and saves, in the medians
+
+
 class IntervalEstimate:
     """The interval in steps, from the medians of recent measurements.
 
     Args:
         seconds_between_failures: mean time between failures of the whole job. One node's, divided by the nodes.
-        history: the number of steps and of saves in the medians.
     """
 
-    def __init__(self, seconds_between_failures: float, history: int = 50) -> None:
+    def __init__(self, seconds_between_failures: float) -> None:
         best_interval(1.0, seconds_between_failures)  # refuses what is not a time
         self.seconds_between_failures = seconds_between_failures
-        self._steps: deque[float] = deque(maxlen=history)
-        self._saves: deque[float] = deque(maxlen=history)
+        self._steps: deque[float] = deque(maxlen=_HISTORY)
+        self._saves: deque[float] = deque(maxlen=_HISTORY)
 
     def add_step(self, seconds: float) -> None:
         """Record the time of an optimizer step."""

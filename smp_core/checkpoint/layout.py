@@ -343,12 +343,14 @@ def _file_records(files: dict[str, Any], where: str) -> dict[str, FileRecord]:
 
 def _check_facts(manifest: Fields) -> None:
     """Check the types of a manifest's other fields, and that the files which it names are listed in it."""
+    # Facts about the save.
     content = manifest.content
     new_digest(manifest.text("algorithm"))
     if not re.fullmatch(r"[0-9A-Za-z-]{1,80}", manifest.text("id")):
         raise CheckpointError(f"{manifest.where} is damaged: id {content['id']!r}")
     manifest.text("created"), manifest.ranks("world_size"), manifest.text_map("versions")
     manifest.count("sequence", most=1 << 62)
+    # Facts for loaders.
     metadata = manifest.get("metadata", dict)
     wrong = [key for key in ("module_prefix", "model_key") if not isinstance(metadata.get(key, ""), (str, type(None)))]
     if wrong or not isinstance(content.get("step"), (int, type(None))):
@@ -356,6 +358,7 @@ def _check_facts(manifest: Fields) -> None:
     for mesh in manifest.get("meshes", list):
         Fields(mesh, f"{manifest.where}: meshes")
     manifest.texts("pickled") if "pickled" in content else None
+    # Files that are named have to be listed.
     extra = manifest.text_map("extra") if "extra" in content else {}
     for name, stored in extra.items():
         if not is_plain(name) or not stored.startswith(EXTRA):

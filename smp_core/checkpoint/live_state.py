@@ -24,7 +24,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.tree import map_tensors, name_tensors
 from smp_core.outside import long_wait
-from smp_core.torch_facts import ABSENT, is_absent
+from smp_core.torch_facts import ABSENT, is_absent, is_rank_0, local_part
 
 
 def full_state_dict(
@@ -46,12 +46,12 @@ def full_state_dict(
         state: Mapping[str, Any] = get_model_state_dict(model_or_state)
     else:
         state = model_or_state
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    keep = not rank0_only or is_rank_0()
     seen: dict[Any, Tensor] = {}
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
     def unsharded(tensor: Tensor) -> Tensor | None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
         # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
@@ -64,7 +64,7 @@ def full_state_dict(
         seen[key] = host
         return host
 
-    with long_wait("gathering unsharded weights", here=not dist.is_initialized() or dist.get_rank() == 0):
+    with long_wait("gathering unsharded weights", here=is_rank_0()):
         result: dict[str, Any] = map_tensors(dict(state), unsharded)
     return result if keep else {}
 
@@ -72,7 +72,6 @@ def full_state_dict(
 def save_full_state(
     path: str | os.PathLike[str],
     content: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None = None,
     stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
@@ -84,13 +83,12 @@ def save_full_state(
         path: a local file.
         content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied ones stay tied; the rest is
             taken from rank 0.
-        process_group: the ranks that save together; None: all.
         stages: as of :func:`full_state_dict`.
 
     Raises:
         CheckpointError: on every rank, when any rank failed.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks()
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
     lazy = _lazy_tensors(content, ranks, what, stages)
@@ -146,6 +144,7 @@ def _lazy_tensors(
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor) or name in of_stages]
     _, reports = ranks.together(what, lambda: tensors, lambda own: (find_ties(own), sharded))
 
+    # Every rank has to bring the same sharded tensors.
     sharded_by_rank = [names for _, names in reports]
     if any(names != sharded for names in sharded_by_rank):
         on_any_rank = set().union(*sharded_by_rank)
@@ -156,6 +155,7 @@ def _lazy_tensors(
             "are gathered together: add them to the state on every rank, or not at all"
         )
 
+    # Tied tensors have one name on all ranks.
     aliases = agreed_aliases([ties for ties, _ in reports])
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():

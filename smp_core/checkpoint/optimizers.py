@@ -105,7 +105,8 @@ def load_named_optimizer_state(
     groups = read_rest(path, (*prefix, "param_groups")) if given is None else given["param_groups"]
     saved_names = [name for group in groups for name in group["params"]]
     if sorted(saved_names) != sorted(names):
-        lacking, foreign = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
+        lacking = sorted(set(names) - set(saved_names))
+        foreign = sorted(set(saved_names) - set(names))
         raise CheckpointError(
             f"the optimizer saved in {os.fspath(path)} steps other parameters; only here: {lacking[:5]}, only there: "
             f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"

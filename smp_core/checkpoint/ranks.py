@@ -31,7 +31,10 @@ class Ranks:
     def alone(cls) -> Ranks:
         """Make the group of this process alone, whether or not torch.distributed is initialised."""
         ranks = cls.__new__(cls)
-        ranks.distributed, ranks.group, ranks.rank, ranks.size = False, None, 0, 1
+        ranks.distributed = False
+        ranks.group = None
+        ranks.rank = 0
+        ranks.size = 1
         return ranks
 
     def gather(self, value: T) -> list[T]:

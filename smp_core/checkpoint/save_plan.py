@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from smp_core.torch_facts import local_part
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedTensor:
@@ -53,7 +55,8 @@ class LazyTensor:
     tie: Any = None
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
-        origin, size = torch.Size([0] * len(self.shape)), torch.Size(self.shape)
+        origin = torch.Size([0] * len(self.shape))
+        size = torch.Size(self.shape)
         data = TensorWriteData(ChunkStorageMetadata(origin, size), TensorProperties(dtype=self.dtype), size)
         return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data)]
 
@@ -116,7 +119,7 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
 
 def tie_key(tensor: Tensor) -> Any:
     """Return a key that two tensors over the same memory have in common; None where this rank's slice is empty."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if local.numel() == 0:
         return None
     placements = tensor.placements if isinstance(tensor, DTensor) else None

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, iterate_tensors, names_of
-from smp_core.torch_facts import streams
+from smp_core.torch_facts import local_part, streams
 
 Place = tuple[str, int]
 """A slice of a tensor that this rank holds: the tensor's name, the slice's number."""
@@ -214,10 +214,11 @@ class HostBuffers:
         if not self.layout.holds_for(self._known):
             self.layout = Layout(self._known, _meshes(tensors))
             self._items = {name: each for name, each in self._items.items() if name in tensors}
+        # The slices of this rank, which are copied to where they were staged before.
         sources: dict[Place, Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]
-            source = _local(tensor) if is_local else find_tensor_shard(tensor, item.index)
+            source = local_part(tensor) if is_local else find_tensor_shard(tensor, item.index)
             sources[place] = source.detach() if source.requires_grad else source
         hosts = self._hosts(sources)
         self._copy(sources, hosts)
@@ -232,7 +233,7 @@ class HostBuffers:
         items = self._write_items(name, tensor)
         if not _can_tie(tensor):
             return _Known(None, items, None, can_tie=False, is_local=False)
-        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), _local(tensor))
+        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), local_part(tensor))
         return _Known(appearance, items, tie_key(tensor), can_tie=True, is_local=is_local)
 
     def _write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
@@ -268,16 +269,12 @@ def _appearance(tensor: Tensor) -> Hashable:
     """Return what a tensor's write items and tie follow from, its place in memory included; None where nobody knows."""
     if not _can_tie(tensor):
         return None
-    local = _local(tensor)
+    local = local_part(tensor)
     if local.layout is not torch.strided:
         return None
     over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     memory = (local.data_ptr(), local.shape, local.stride(), local.device)
     return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

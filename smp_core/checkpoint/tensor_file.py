@@ -77,7 +77,8 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
         name = safetensors_dtype(entry.dtype)
         shape = list(entry.shape)
         if name is None:
-            name, shape = "U8", [*shape[:-1], shape[-1] * entry.dtype.itemsize] if shape else [entry.dtype.itemsize]
+            name = "U8"
+            shape = [*shape[:-1], shape[-1] * entry.dtype.itemsize] if shape else [entry.dtype.itemsize]
         content[entry.key] = {"dtype": name, "shape": shape, "data_offsets": [position, position + entry.bytes]}
         position += entry.bytes
     text = json.dumps(content, separators=(",", ":")).encode()

@@ -230,6 +230,7 @@ def decode_rest(
     """
 
     def decode(node: Any) -> Any:
+        # What the JSON tree holds by itself.
         if isinstance(node, list):
             return [keep(item) for item in node]
         if not isinstance(node, dict):
@@ -237,6 +238,7 @@ def decode_rest(
         tag = next(iter(node), "")
         if not tag.startswith("$"):
             return {key: value for key, item in node.items() if (value := decode(item)) is not DROP}
+        # What a tag stands for.
         content = node[tag]
         if tag == "$tensor":
             return tensor(content)

@@ -248,6 +248,7 @@ class SmpStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self.ranks.rank > 0:
             self.transaction.join(self.save_id, self.mark)
+        # All items of a rank lie in one file, in an order that is kept by all saves.
         items = sorted(plan.items, key=lambda item: place_in_file(_entry(item, "").bytes))
         results: list[WriteResult] = []
         if items:

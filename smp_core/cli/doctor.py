@@ -98,6 +98,7 @@ def kernels() -> Iterator[Finding]:
 
 def network() -> Iterator[Finding]:
     """Look at what connects processes."""
+    # The name of this node.
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -112,6 +113,7 @@ def network() -> Iterator[Finding]:
         yield Finding(
             "host name", "problem", f"{name}: {error}", f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
         )
+    # Interfaces that variables choose.
     interfaces = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = os.environ.get(variable, "")
@@ -123,6 +125,7 @@ def network() -> Iterator[Finding]:
         if missing:
             fix = f"unset it, or choose among {', '.join(interfaces)}"
             yield Finding(variable, "problem", f"{', '.join(missing)}: no such interface", fix)
+    # What NCCL finds.
     told = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_FOR_NCCL))
     if told:
         yield Finding("NCCL is told", "ok", ", ".join(told))
@@ -153,7 +156,8 @@ def limits() -> Iterator[Finding]:
         yield Finding.unless(free >= 1, "shared memory", f"{free:.1f} GiB free in {shared}", fix)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found, fix = f"{threads} x {ranks} ranks on {cores} cores", f"OMP_NUM_THREADS={max(1, cores // ranks)}"
+    found = f"{threads} x {ranks} ranks on {cores} cores"
+    fix = f"OMP_NUM_THREADS={max(1, cores // ranks)}"
     yield Finding.unless(threads * ranks <= cores, "threads", found, fix)
 
 

@@ -16,6 +16,7 @@ from smp_core.comm import SIZES, TIMEOUT, measure
 from smp_core.outside import console
 from smp_core.plan import svg_picture, text_picture
 from smp_core.topology import Topology
+from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
@@ -58,7 +59,7 @@ def topology(
         on_cuda = "nccl" in dist.get_backend()
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         links = measure(found, device, sizes=[size for size in SIZES if size <= largest_mib << 20])
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         _show(found, degree, links, svg)
         if store is not None and links is not None:
             links.save(store)

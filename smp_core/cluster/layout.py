@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from smp_core.config import SmpConfig
-from smp_core.topology import Topology
+from smp_core.topology import Topology, divisors, listed
 
 
 class Axis(str, Enum):
@@ -98,25 +98,28 @@ class Layout:
         """
         sizes = {axis: degrees.get(axis, 1) for axis in DEGREES}
         context, tensor = sizes[Axis.CONTEXT], sizes[Axis.TENSOR]
+        # Degrees outside of partition groups; context ranks are inside.
         left = whole = world_size
         for axis, degree in sizes.items():
             if axis is Axis.CONTEXT:
                 continue
             if left % degree:
                 raise ValueError(
-                    f"{DEGREES[axis]}={degree} does not divide the world of {left} ranks; allowed: {_divisors(left)}"
+                    f"{DEGREES[axis]}={degree} does not divide the world of {left} ranks; allowed: "
+                    f"{listed(divisors(left))}"
                 )
             whole, left = left, left // degree
+        # The partition group, and context ranks in it.
         if left % shard_degree:
             split = "" if tensor == 1 else f" in tensor groups of {tensor}"
             raise ValueError(
                 f"shard_degree={shard_degree} does not divide the world of {whole} ranks{split}; "
-                f"allowed: {_divisors(left)}"
+                f"allowed: {listed(divisors(left))}"
             )
         if shard_degree % context:
             raise ValueError(
                 f"{DEGREES[Axis.CONTEXT]}={context} does not divide shard_degree={shard_degree}: context ranks "
-                f"are part of the partition group; allowed: {_divisors(shard_degree)}"
+                f"are part of the partition group; allowed: {listed(divisors(shard_degree))}"
             )
         sizes[Axis.REPLICATE], sizes[Axis.SHARD] = left // shard_degree, shard_degree // context
         return cls(**{axis.value: size for axis, size in sizes.items()})
@@ -207,7 +210,3 @@ def stages(groups: Sequence[Ranks], topology: Topology) -> tuple[list[Ranks], li
 
 def _in_order(axes: Sequence[Axis]) -> list[Axis]:
     return sorted(axes, key=_ORDER.index)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -159,7 +159,8 @@ class Links:
             if values.get("version") != _VERSION:
                 raise ValueError(f"its version is not {_VERSION}")
             intra, inter, flat = (_collectives(values[place]) for place in PLACES)
-            nodes, ranks_per_node = int(values["nodes"]), int(values["ranks_per_node"])
+            nodes = int(values["nodes"])
+            ranks_per_node = int(values["ranks_per_node"])
             return cls(nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(

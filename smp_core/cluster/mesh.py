@@ -155,7 +155,9 @@ class SmpMesh:
         """
         if (degree, in_stages) not in self._expert_ranks:
             columns, rows = split(self.layout.groups(*PARTITION), degree)
-            axes, shape = [self._groups.own(columns), self._groups.own(rows)], [-1, degree]
+            # The mesh that each rank's experts are sharded over, with tensor ranks inside.
+            axes = [self._groups.own(columns), self._groups.own(rows)]
+            shape = [-1, degree]
             names = ["rest", "experts"]
             if self.tensor_degree > 1:
                 axes.append(self.group(Axis.TENSOR))
@@ -163,6 +165,7 @@ class SmpMesh:
                 names.append(Axis.TENSOR.value)
             ranks = torch.tensor(self.layout.ranks(self.rank, *PARTITION, Axis.TENSOR)).view(shape)
             mesh = DeviceMesh.from_group(axes, self.device.type, ranks, mesh_dim_names=tuple(names))
+            # The groups that tokens travel in.
             two = stages(rows, self.topology) if in_stages else None
             pair = None if two is None else (self._groups.make(two[0]), self._groups.make(two[1]))
             self._expert_ranks[degree, in_stages] = ExpertRanks(mesh, self._groups.make(rows), pair)

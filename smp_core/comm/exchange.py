@@ -16,7 +16,9 @@ from torch import Tensor
 from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
 
 # Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
-GATHER, REDUCE, HOP = 1, 2, 3
+GATHER = 1
+REDUCE = 2
+HOP = 3
 
 Message = tuple[Tensor, int]
 

@@ -99,13 +99,15 @@ class HierarchicalAllGather(_TwoStage):
 
     def _by_messages(self, output_MKN: Tensor, input_N: Tensor) -> Callable[[], None]:
         """Start the stage between nodes; what is returned does the rest."""
-        node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
+        node_ranks = self.ranks_of(self.inter_group)
+        local_ranks = self.ranks_of(self.intra_group)
         shard_bytes = input_N.numel() * input_N.element_size()
         me, here = self.local_rank, self.node
         if input_N.data_ptr() != output_MKN[here, me].data_ptr():
             output_MKN[here, me].copy_(input_N)
         mine = output_MKN[here, me]
 
+        # Stage 1, between nodes: this rank's shard to its peers.
         nodes = [m for m in range(self.nodes) if m != here]
         sent = [(node_ranks[m], shard_bytes) for m in nodes]
         sends = [(mine, node_ranks[m]) for m in nodes]
@@ -117,6 +119,7 @@ class HierarchicalAllGather(_TwoStage):
             with self.meter.point_to_point("all_gather", [], "inter", new_call=False):
                 for work in works:
                     work.wait()
+            # Stage 2, inside the node: the shards of all nodes to the other ranks here.
             peers = [k for k in range(self.local_ranks) if k != me]
             sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
             sends = [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)]
@@ -165,6 +168,7 @@ class HierarchicalReduceScatter(_TwoStage):
             with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
                 reduce_each(list(partial_MN), [node_KN.view(-1) for node_KN in input_MKN], self.intra_group)
             return partial_MN
+        # By messages: each peer sends what is this rank's, which is summed in the order of ranks.
         local_ranks, me = self.ranks_of(self.intra_group), self.local_rank
         received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, input_MKN.shape[2])
         received_KMN[me] = input_MKN[:, me]

@@ -112,7 +112,9 @@ class NotedCollective:
         self.made = made
         self._call: Callable[..., Any] = made.__call__  # type: ignore[operator,union-attr]
         self._issued, self._recent = issued, issued.numbers
-        self._number, self._only_backward, self._under_way = number, only_backward, number
+        self._number = number
+        self._only_backward = only_backward
+        self._under_way = number
 
     def for_fsdp2(self) -> Any:
         """Return what FSDP2 takes for a communication object. It is a function, as is what that calls: a call of an

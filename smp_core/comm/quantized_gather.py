@@ -56,7 +56,10 @@ class GatherPolicy:
         steps: Callable[[], int],
     ) -> None:
         self.codec, self.exclude = payload, tuple(exclude)
-        self._after_steps, self._group, self._device, self._steps = after_steps, group, device, steps
+        self._after_steps = after_steps
+        self._group = group
+        self._device = device
+        self._steps = steps
         self._shards: list[tuple[str, Callable[[], Iterable[Tensor]]]] = []
         self._finite: list[bool] | None = None
         self.fallbacks: dict[str, int] = {}
@@ -133,8 +136,12 @@ class QuantizedAllGather(CommObject):
         deferred: bool = False,
     ) -> None:
         super().__init__(meter)
-        self._exact, self._policy, self._number = exact, policy, number
-        self._group, self._stages, self._layout = group, stages, layout
+        self._exact = exact
+        self._policy = policy
+        self._number = number
+        self._group = group
+        self._stages = stages
+        self._layout = layout
         self._everywhere, self._deferred = everywhere, deferred
         self._parts: tuple[list[slice], list[slice]] | None = None
 
@@ -179,7 +186,8 @@ class QuantizedAllGather(CommObject):
     def _encode(self, shard_N: Tensor, encoded: list[slice], exact: list[slice]) -> Tensor:
         """Return the codec's payload, then the bytes of what is sent exactly, padded: in a row of payloads each starts
         where scales may be read."""
-        values, kept = _join(shard_N, encoded), _join(shard_N, exact).contiguous().view(torch.uint8)
+        values = _join(shard_N, encoded)
+        kept = _join(shard_N, exact).contiguous().view(torch.uint8)
         n_codes = self._policy.codec.size(values.numel())
         payload_B = shard_N.new_empty(n_codes + -(-kept.numel() // ALIGN) * ALIGN, dtype=torch.uint8)
         self._policy.codec.encode(values, payload_B[:n_codes])
@@ -228,12 +236,14 @@ class QuantizedAllGather(CommObject):
             dist.get_rank(intra),
         )
         output_MKN = output.view(m, k, -1)
+        # Stage 1, between nodes: payloads.
         payloads_MB = own_B.new_empty(m, own_B.numel())
         payloads_MB[here] = own_B
         works = self._start(payloads_MB, inter, "inter", new_call=True)
 
         def finish() -> None:
             self._wait(works, "inter")
+            # Stage 2, inside the node: values, or payloads here as well.
             if not self._everywhere:
                 self._decode(payloads_MB, output_MKN[:, me], encoded, exact)
                 self._wait(self._start(output_MKN, intra, "intra", dim=1), "intra")

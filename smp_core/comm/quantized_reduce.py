@@ -56,10 +56,12 @@ class QuantizedReduceScatter(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         divisor = average_divisor(op, dist.get_world_size(group))
+        # Stage 1, inside the node, as numbers.
         if self._inside is None:
             partial_MN = input_tensor.view(dist.get_world_size(group), -1)
         else:
             partial_MN = self._inside.sum_inside(input_tensor.view(self._inside.nodes, self._inside.local_ranks, -1))
+        # Stage 2, between nodes, in codes.
         parts_MN = wide_copy(partial_MN)
         if self._error_feedback and (self.residual is None or self.residual.shape != parts_MN.shape):
             self.residual = torch.zeros_like(parts_MN)

@@ -56,7 +56,9 @@ class ReplicaHop(CommObject):
         error_feedback: bool = False,
     ) -> None:
         super().__init__(meter)
-        self.group, self.stages, self.codec = group, stages, codec
+        self.group = group
+        self.stages = stages
+        self.codec = codec
         self.between = group if stages is None else stages[1]
         self._inside = None if stages is None else stages[0]
         self._background = background

@@ -95,7 +95,9 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
     Returns:
         the payload of sums across replicas, None where they are sent as they are.
     """
-    asked, layout, topology = draft.knobs.compression, draft.of_groups, draft.groups.topology
+    asked = draft.knobs.compression
+    layout = draft.of_groups
+    topology = draft.groups.topology
     degree = layout.size(*PARTITION)
     gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
     sums_cross = topology.spans_nodes(layout.ranks(0, Axis.REPLICATE))
@@ -133,7 +135,9 @@ def units_in_flight(link: LinkFit, message_bytes: float) -> int:
 
 def settle_stages(draft: ModelDraft) -> None:
     """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured."""
-    knobs, shapes, cluster = draft.knobs, draft.shapes, draft.groups
+    knobs = draft.knobs
+    shapes = draft.shapes
+    cluster = draft.groups
     links, degree = cluster.links, draft.of_groups.size(*PARTITION)
     of_partition = cluster.topology.has_two_stages(degree)
     several = of_partition or cluster.topology.replicas_share_nodes(degree)
@@ -177,8 +181,11 @@ def settle_prefetch(draft: ModelDraft) -> None:
     Raises:
         ValueError: an option that this torch, device or configuration does not have.
     """
-    shapes, layout, cluster = draft.shapes, draft.of_groups, draft.groups
+    shapes = draft.shapes
+    layout = draft.of_groups
+    cluster = draft.groups
     degree = layout.size(*PARTITION)
+    # Options that were asked for by value.
     for knob in FSDP_METHODS:
         asked = getattr(draft.knobs.collectives, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
@@ -196,6 +203,7 @@ def settle_prefetch(draft: ModelDraft) -> None:
     if draft.knobs.collectives.symmetric_memory:
         why = "torch's own collectives in the partition group, which the meter does not count"
         draft.settle("collectives.symmetric_memory", True, why)
+    # Those that are left open.
     for knob in _OWN:
         if getattr(draft.knobs.collectives, knob) == "auto":
             draft.settle(f"collectives.{knob}", *_by_links(knob, draft.knobs, shapes, layout, cluster))
@@ -210,6 +218,7 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
     if measured is None:
         nodes, k = topology.num_nodes, topology.ranks_per_node
         return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
+    # The link, and the message of the median unit on it.
     place, link = measured[0], measured[1].all_gather
     elements = statistics.median_low(shapes.unit_elements)
     dtype = dtype_of(knobs.param_dtype) or shapes.dtype
@@ -219,7 +228,8 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
         if missing:
             return _OWN[knob], missing
         link = measured[1].reduce_scatter
-        dtype, payload = dtype_of(knobs.reduce_dtype) or dtype, knobs.compression.reduce_codes
+        dtype = dtype_of(knobs.reduce_dtype) or dtype
+        payload = knobs.compression.reduce_codes
     message = elements * dtype.itemsize * compression(payload if between else None, dtype, elements) / degree
     count = units_in_flight(link, message)
     at_most = f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else ""

@@ -47,7 +47,9 @@ class SecondaryGather:
     """
 
     def __init__(self, made: Any, holders: dist.ProcessGroup, unit: Gathers) -> None:
-        self._made, self._holders, self._unit = made, holders, unit
+        self._made = made
+        self._holders = holders
+        self._unit = unit
         self._degree, self._place = dist.get_world_size(holders), dist.get_rank(holders)
         self.part: Tensor | None = None
 

@@ -110,7 +110,8 @@ class Traffic:
     def _add_routes(self, plan: Plan) -> None:
         """Make the routes of gradients, and connect those that do not send by one all-reduce of the library."""
         mesh, knobs = self.mesh, plan.knobs
-        over_world, in_stages = knobs.optimizer_shard == "world", bool(knobs.collectives.hierarchical)
+        over_world = knobs.optimizer_shard == "world"
+        in_stages = bool(knobs.collectives.hierarchical)
         background = functools.cache(lambda: Background(mesh.device))
 
         def route(group: dist.ProcessGroup, *stages_and_codec: Any) -> Route:

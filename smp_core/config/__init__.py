@@ -33,6 +33,6 @@ if TYPE_CHECKING:
         shown as shown,
         table_as_text as table_as_text,
     )
-    from smp_core.config.values import nearest_name as nearest_name
+    from smp_core.config.values import did_you_mean as did_you_mean, nearest_name as nearest_name
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

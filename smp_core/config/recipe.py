@@ -100,6 +100,7 @@ class Recipe:
     @classmethod
     def _fields_of(cls, value: Any) -> Mapping[str, Any]:
         """Read what is neither a recipe nor a mapping."""
+        # JSON, as environment variables have it.
         text = value.strip() if isinstance(value, str) else ""
         if text.startswith("{"):
             try:
@@ -110,6 +111,7 @@ class Recipe:
             return fields
         if cls.OPTIONAL and _is_on(value):
             return {}
+        # A word, or the value of the main field.
         word = "none" if value is None else text.lower()
         if word in cls.WORDS:
             return cls.WORDS[word]
@@ -118,6 +120,7 @@ class Recipe:
                 return {cls.MAIN: cls.readers()[cls.MAIN](cls.KNOB, value)}
             except ValueError:
                 pass
+        # Neither: say what is allowed, and what may have been meant.
         words = [*cls.WORDS, *cls.ALLOWED.split("'")[1::2]]
         near = read.nearest_name(text, words, cutoff=0.6) if text else None
         known = ", ".join(cls.readers())

@@ -10,6 +10,7 @@ from smp_core.config import values as read
 from smp_core.config.other_strategies import argument_of_another
 from smp_core.config.recipes import RECIPES, Compression
 from smp_core.config.smp_parameters import SMP_OPTIONS
+from smp_core.topology import divisors, listed
 
 T = TypeVar("T")
 
@@ -34,17 +35,21 @@ class Clash(Generic[T]):
 
 def contradictions(asked: Any) -> Iterator[str]:
     """Yield what is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
-    degree, context, kept = asked.shard_degree, asked.context_parallel_degree, asked.reshard_after_forward
+    # Degrees.
+    degree = asked.shard_degree
+    context = asked.context_parallel_degree
+    kept = asked.reshard_after_forward
     if isinstance(degree, int) and context > degree:
         yield (
             f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "
             f"the partition group: write shard_degree={context} or more, or context_parallel_degree={degree}"
         )
     elif isinstance(degree, int) and degree % context:
-        allowed = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
+        allowed = listed(divisors(degree))
         yield f"context_parallel_degree={context} does not divide shard_degree={degree}; allowed: {allowed}"
+    # What is kept after forward, and between micro-batches.
     if isinstance(degree, int) and type(kept) is int and degree % kept:
-        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        allowed = listed(["true", "false", *divisors(degree)[1:]])
         yield f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}"
     if asked.keep_between_micro_batches == "parameters" and kept not in ("auto", False):
         yield (

@@ -82,6 +82,7 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     Raises:
         ValueError: an option is unknown, refused, contradicts another, or has a value that is not allowed.
     """
+    # Whether it is such a block.
     for wrapper in ("smdistributed", "modelparallel", "parameters"):
         if wrapper in parameters:
             raise ValueError(
@@ -94,6 +95,7 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
                 "SageMaker SMP option", str(option), tuple(SMP_OPTIONS), "docs/migrating-from-smp.md"
             )
     translation = Translation()
+    # FSDP's strategy comes beside it, and is translated as one more option.
     options = dict(parameters)
     if sharding_strategy is not None:
         strategy = sharding_strategy.upper()
@@ -102,6 +104,7 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
         options = {"hybrid_shard_degree": 0, **options, _STRATEGY: strategy}
         if not _SHARDING_STRATEGIES[strategy][1]:
             translation.set("sharding_strategy", strategy, "reshard_after_forward", False)
+    # Each option, and what their absence means.
     for option, value in options.items():
         if option != _STRATEGY:
             SMP_OPTIONS[option](option, value, options, translation)

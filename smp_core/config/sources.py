@@ -56,6 +56,7 @@ def knobs_in_environment(
     Raises:
         ValueError: a value is not allowed, or a variable looks like a misspelt knob.
     """
+    # The file, then variables, which win over it.
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if CONFIG_FILE_VARIABLE in environ:

@@ -60,7 +60,9 @@ def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
     """Return a line for each setting that was asked for: what takes effect, and why where that is something else."""
     lines = []
     for knob in knobs.settings():
-        asked, value, why = knobs.asked(knob), attrgetter(knob)(knobs), knobs.why(knob)
+        asked = knobs.asked(knob)
+        value = attrgetter(knob)(knobs)
+        why = knobs.why(knob)
         if asked == attrgetter(knob)(defaults):
             continue
         line = f"{knob}={shown(asked)}"

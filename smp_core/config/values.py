@@ -44,6 +44,12 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | 
     return found[0] if found else None
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question after the nearest of the known names, which follows a statement; "": none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def unknown_name(what: str, name: str, known: Sequence[str], listed_in: str) -> ValueError:
     """Return the complaint about a name that is not in `known`: the nearest known ones, or where they are listed."""
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)

@@ -113,6 +113,7 @@ def attend(
     rows, length, heads, _ = q.shape
     out = q.new_empty(rows, length, heads, v.shape[3])
     lse = q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
+    # Groups of heads, one after another: the next keys arrive while this group computes.
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = heads // k.shape[2]
     pairs = gather_keys_values(k, v, layout, group, ranges)

@@ -81,7 +81,10 @@ class PendingLogits:
     """The logits that are not computed yet: the head's input, and the element-wise steps for its output."""
 
     def __init__(self, owner: str, head: nn.Module, hidden: Tensor, steps: tuple[_Step, ...] = ()) -> None:
-        self._owner, self._head, self._hidden, self._steps = owner, head, hidden, steps
+        self._owner = owner
+        self._head = head
+        self._hidden = hidden
+        self._steps = steps
         self.device = hidden.device
 
     def whole(self) -> Tensor:

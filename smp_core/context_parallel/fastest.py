@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
@@ -30,7 +31,9 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""
 # Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
 # gradients twice as much.
-_OUTPUT, _GRADIENTS, _LSE = 4, 8, 1e-3
+_OUTPUT = 4
+_GRADIENTS = 8
+_LSE = 1e-3
 _RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradient of values")
 
 
@@ -132,7 +135,8 @@ def milliseconds_on_device(work: Callable[[], object]) -> float:
     """Measure the present stream's milliseconds for ``work``, the median of three."""
     times = []
     for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()
@@ -201,8 +205,7 @@ class FastestKernel:
                 best = kernel
         self.measured[kind] = found
         times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if not isinstance(ms, str))
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        logger.log(logging.INFO if is_first_rank else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
+        logger.log(logging.INFO if is_rank_0() else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
         return best
 
     def _tried(

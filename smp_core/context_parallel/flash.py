@@ -41,7 +41,8 @@ def flash_forward(
         operators: what has both names; torch's if None.
     """
     segments, causal = masks.segments, masks.causal
-    options, attend = _options(masks), (operators or aten)._flash_attention_forward
+    options = _options(masks)
+    attend = (operators or aten)._flash_attention_forward
     if len(segments) == 1:
         (lengths,) = segments
         out, lse, *_ = attend(q_BLHD, k_BMKD, v_BMKD, None, None, *lengths, 0.0, causal, False, **options)
@@ -67,7 +68,8 @@ def flash_backward(
 ) -> Tensors:
     """Compute the gradients of queries, keys and values. The kernels need a contiguous LSE."""
     segments, causal = masks.segments, masks.causal
-    options, differentiate = _options(masks), (operators or aten)._flash_attention_backward
+    options = _options(masks)
+    differentiate = (operators or aten)._flash_attention_backward
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BLHD.device), torch.empty(0, device=q_BLHD.device)
     tensors = (grad_BLHD, q_BLHD, k_BMKD, v_BMKD, out_BLHD)
     if len(segments) == 1:

@@ -182,15 +182,7 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def _math_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    masks: Masks,
-) -> Tensors:
+def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
     wide, scores = _math_scores(q, k, masks)
     groups = (k.shape[1], -1)
     weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))

@@ -139,15 +139,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor,
     return _forward(attend, q, k, v, masks.causal)
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    masks: Masks,
-) -> Tensors:
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
     def gradients(k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=masks.scale
@@ -187,15 +179,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tenso
     return _forward(attend, q, k, v, masks.causal)
 
 
-def _cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    masks: Masks,
-) -> Tensors:
+def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
     no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     lse = lse.contiguous().unsqueeze(-1)
 

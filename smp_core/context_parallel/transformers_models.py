@@ -113,6 +113,7 @@ def check_model(model: Any) -> None:
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}")
+    # Positions that depend on the length of the sequence.
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     is_by_layer_type = any(isinstance(value, dict) for value in rope.values())
     for each in rope.values() if is_by_layer_type else [rope]:
@@ -123,6 +124,7 @@ def check_model(model: Any) -> None:
                 "and no module with that rope_type takes position_ids, which could tell; allowed: 'default', "
                 f"'linear', 'llama3', 'yarn'. {_INSTEAD.capitalize()}, or set another rope_type"
             )
+    # Kinds of attention.
     if _CHUNKED in (getattr(text, "layer_types", None) or ()):
         if not getattr(text, "attention_chunk_size", None):
             raise ValueError(
@@ -242,6 +244,7 @@ def _attend(
     split = active_split()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     sinks = options.pop("s_aux", None)
+    # Outside of a split batch: as Transformers does it.
     if split is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -250,6 +253,7 @@ def _attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
         )
+    # What has no form over several ranks.
     name = type(module).__name__
     for option, what in _NO_FORM.items():
         if options.get(option) is not None:
@@ -306,11 +310,13 @@ def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if split is None:
         return None
     kwargs = dict(kwargs)
+    # Positions of this rank's tokens.
     tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
     if tokens is None and args and isinstance(args[0], Tensor):
         tokens = args[0]
     if kwargs.get("position_ids") is None and tokens is not None:
         kwargs["position_ids"] = positions(tokens)
+    # Labels: their targets, some of which are on other ranks, and how many there are.
     if kwargs.get("labels") is not None and split.divided_by_model:
         if kwargs.get("shift_labels") is None and kwargs["labels"] is split.labels:
             kwargs["shift_labels"] = split.shift_labels

@@ -73,7 +73,10 @@ class Trial:
         in_stages: bool = False,
     ) -> None:
         self._everyone = everyone
-        self._model, self._group, self._coarse, self._in_stages = weakref.ref(model), group, coarse, in_stages
+        self._model = weakref.ref(model)
+        self._group = group
+        self._coarse = coarse
+        self._in_stages = in_stages
         self._over: set[Any] = set()
         self._without_loss: set[int] = set()
         self._is_running = False
@@ -306,9 +309,11 @@ def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, samp
     fits = mine.dim() == theirs.dim() and len(dims) <= 1
     if not fits or (dims and shapes[dims[0]] != (mine.shape[dims[0]], mine.shape[dims[0]] * sample.degree)):
         return f"has the shape {list(mine.shape)} for {sample.tokens} of {sample.tokens * sample.degree} tokens"
+    # Tokens may lie in two orders: one in which they agree is enough.
     found = None
     for own, whole, rounded in _own_parts(mine, theirs, near, dims, sample):
-        errors, limit = _errors(own, whole), _MARGIN * _errors(rounded, whole).max().item()
+        errors = _errors(own, whole)
+        limit = _MARGIN * _errors(rounded, whole).max().item()
         limit += rounding * (10 if rounding > _COARSE else 1e3)
         wrong = (errors > limit).double().mean().item()
         if wrong <= (_SHARE if rounding > _COARSE else 0):

@@ -89,6 +89,7 @@ def run(
         return None
 
     handles = [inside.register_forward_hook(note) for inside in module.modules()]
+    # Without randomness, and with what draws all the same left as it was.
     state, devices = random.getstate(), _accelerators()
     try:
         random.seed(0)

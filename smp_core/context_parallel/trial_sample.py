@@ -38,16 +38,20 @@ class Sample:
     def __init__(self, split: SplitBatch, group: ContextGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._split, self._group, self._arguments = split, group, [args, kwargs]
         self.degree, self.rank = group.degree, group.rank
+        # All tokens of a short sequence, and as many as kernels like of a long one.
         length = split.plan.local_length
         aligned = length // self.degree // _ALIGNED * _ALIGNED
         self.tokens = length if split.plan.length <= _WHOLE else max(aligned, min(length, _ALIGNED))
         tensors = [tensor for _, tensor in iterate_tensors(self._arguments, mapping=MutableMapping)]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._of_batch: dict[int, int | None] = {
-            id(tensor): None for _, tensor in iterate_tensors([split.batch], mapping=MutableMapping)
-        }
-        self._of_batch |= {id(split.batch[key]): dim % split.batch[key].dim() for key, dim in split.dims.items()}
-        self._of_batch |= {id(tensor): 1 for tensor in (split.position_ids, split.labels, split.shift_labels)}
+        # Tensors of the batch, with the dim of their tokens; None: they have none.
+        in_batch = iterate_tensors([split.batch], mapping=MutableMapping)
+        self._of_batch: dict[int, int | None] = {id(tensor): None for _, tensor in in_batch}
+        for key, dim in split.dims.items():
+            tensor = split.batch[key]
+            self._of_batch[id(tensor)] = dim % tensor.dim()
+        for made in (split.position_ids, split.labels, split.shift_labels):
+            self._of_batch[id(made)] = 1
         self._gathered: dict[int, list[Tensor]] = {}
         self.has_tokens = any(self._dim(tensor) is not None for tensor in tensors)
 
@@ -72,11 +76,13 @@ class Sample:
                 of_data.append(pieces)
             elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
                 others.append((path[-1], pieces))
+        # Pairs of ranks whose tokens differ.
         pairs = []
         for one in range(self.degree):
             for other in range(one):
                 if not of_data or any(_differ(pieces, one, other) for pieces in of_data):
                     pairs.append((one, other))
+        # An argument that is the same on such a pair.
         for name, pieces in others:
             if any(not _differ(pieces, *pair) for pair in pairs):
                 return (

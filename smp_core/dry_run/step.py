@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentatio
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import SplitBatch, attention, enabled
@@ -52,6 +51,7 @@ from smp_core.plan import Shapes, Stages
 from smp_core.plan.chain import with_chain
 from smp_core.planner import RUN_KINDS, DryRun, Question, Source, build, scores_kept
 from smp_core.sharding.gradients import AccumulationWindow
+from smp_core.torch_facts import local_part
 
 # Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch or this project has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -85,7 +85,9 @@ class _Rank:
     stored: Sequence[torch.UntypedStorage] = ()
 
     def step(self) -> None:
-        question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
+        question = self.question
+        pipeline = self.parallel.pipeline
+        window = self.parallel.window
         if pipeline is not None:
             calls = [self._loss] * pipeline.micro_batches
             for _ in range(question.count // pipeline.micro_batches):
@@ -141,6 +143,7 @@ class _Rank:
         config = self.parallel.config
         parameters = "host" if config.state_offload == "all" else "parameters"
         optimizer = "host" if config.state_offload else "optimizer"
+        # What each storage is, later kinds over earlier ones.
         known: dict[int, str] = dict(self.allocated)
         if LATEST in known:
             known[list(sizes)[-1]] = known[LATEST]
@@ -152,6 +155,7 @@ class _Rank:
         ):
             known |= dict.fromkeys(map(id, _storages(tensors)), kind)
         known |= dict.fromkeys(map(id, self.stored), parameters)
+        # How many bytes of each kind.
         found = Counter[str]()
         roots = self._root_sizes()
         for address, size in sizes.items():
@@ -264,7 +268,7 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     found = []
     for each in tensors:
-        local = each.to_local() if isinstance(each, DTensor) else each
+        local = local_part(each)
         found.append(local.data8 if isinstance(local, GatheredWeight) else local)
     return [tensor.untyped_storage() for tensor in found]
 

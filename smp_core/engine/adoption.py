@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter, Traffic
 from smp_core.context_parallel import chunk_losses
-from smp_core.engine.conversions import change_this_process, follow_window, move_plain_tensors, register_forward_methods
+from smp_core.engine.conversions import follow_window, move_plain_tensors, register_forward_methods
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.plan import GivenSharding, Plan
-from smp_core.sharding import NativeWindow, ReplacedParameters
+from smp_core.sharding import NativeWindow, ReplacedParameters, change_this_process
 from smp_core.sharding.fsdp import Calls, adopt_units, apply_fsdp_options, explain_uncalled
 from smp_core.sharding.gradients import AccumulationWindow
 from smp_core.sharding.weights import broadcast_from_rank_0

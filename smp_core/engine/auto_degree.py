@@ -49,7 +49,8 @@ def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
     """Return the allowed shard degrees, in order."""
     stage = topology.of_stage(asked.pipeline_parallel_degree)
     require_tensor_degree(asked, stage)
-    groups, context = stage.of_groups(inner_degree(asked)), asked.context_parallel_degree
+    groups = stage.of_groups(inner_degree(asked))
+    context = asked.context_parallel_degree
     degrees = [degree for degree in groups.allowed_shard_degrees() if degree % context == 0]
     if not degrees:
         raise ValueError(

@@ -235,7 +235,8 @@ def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
     if function.__module__ == AveragedModel.__module__:
         return
     function = copy.deepcopy(function)  # it may count its calls
-    average, current = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4), torch.arange(24.0).double().sin()
+    average = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    current = torch.arange(24.0).double().sin()
     count = torch.tensor(3)
 
     def averaged(old: Tensor, new: Tensor) -> Tensor:

@@ -48,14 +48,7 @@ from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_expe
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
 from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
 from smp_core.plan import Plan, Stages, router_losses, units_with
-from smp_core.sharding import (
-    ReplacedParameters,
-    compute_with_unsharded_tensors,
-    draw_whole_tensors,
-    explain_uncaught_errors,
-    reduce_scalars,
-    refuse_to_pickle_shards,
-)
+from smp_core.sharding import ReplacedParameters, change_this_process
 from smp_core.sharding.fsdp import (
     Calls,
     ShardedUnit,
@@ -237,7 +230,9 @@ def _join_stages(
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
-    recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    recipe = plan.knobs.pipeline
+    dtype = plan.dtypes.gathered
+    passed = functools.partial(passing_by, units)
     beside = None if routers is None else routers.stages
     done = (window, passed, replaced, try_call, beside)
     pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
@@ -249,17 +244,6 @@ def _join_stages(
     by_name = dict(model.named_parameters())
     tied = [by_name[name] for name in plan.stages.tied]
     return pipeline, TiedGradients(tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world).added_up
-
-
-def change_this_process(mesh: SmpMesh) -> None:
-    """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
-    those of unsharded tensors, random ones included, unsharded tensors may be operands beside them, and errors that
-    others raise about them are explained."""
-    refuse_to_pickle_shards()
-    reduce_scalars()
-    draw_whole_tensors(mesh)
-    compute_with_unsharded_tensors()
-    explain_uncaught_errors()
 
 
 def follow_window(model: nn.Module, window: Window) -> None:

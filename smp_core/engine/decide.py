@@ -24,7 +24,7 @@ from smp_core.pipeline import PIPELINE_PARALLELISM
 from smp_core.plan import TRAINERS_OWN, Cluster, Draft, GivenSharding, ModelDraft, Plan, Precision, Shapes
 from smp_core.sharding import settle_given, settle_precision
 from smp_core.tensor_parallel import require_tensor_degree
-from smp_core.topology import Topology
+from smp_core.topology import Topology, divisors, listed
 
 
 def decide(
@@ -123,6 +123,7 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     world, topology = topology.world_size, topology.of_stage(stages)
     if draft.knobs.tensor_parallel_degree > 1:
         require_tensor_degree(draft.knobs, topology)
+    # The degree of the partition group.
     groups = topology.of_groups(inner)
     try:
         degree = groups.resolve_shard_degree(asked)
@@ -134,6 +135,7 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     if degree != asked:
         counted = "ranks" if inner == 1 else f"groups of {inner} tensor ranks"
         draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
+    # The layout, and what follows from it.
     layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
@@ -141,7 +143,9 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
 
 
 def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
-    asked, k, nodes = draft.knobs.collectives.hierarchical, topology.ranks_per_node, topology.num_nodes
+    asked = draft.knobs.collectives.hierarchical
+    k = topology.ranks_per_node
+    nodes = topology.num_nodes
     several = topology.has_two_stages(degree) or topology.replicas_share_nodes(degree)
     if asked == "auto":
         if topology.has_two_stages(degree):
@@ -179,7 +183,7 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
             draft.settle("reshard_after_forward", k, f"a copy sharded over the {k} ranks of each node")
         return
     if degree % asked:
-        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        allowed = listed(["true", "false", *divisors(degree)[1:]])
         raise ValueError(f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}")
     if asked == degree:
         draft.settle("reshard_after_forward", True, "as many ranks as the partition group has")

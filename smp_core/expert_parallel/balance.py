@@ -26,7 +26,9 @@ class BalancedRouters:
     """
 
     def __init__(self, shares_losses: bool, biases: Biases | None, stages: TotalsOfStages | None) -> None:
-        self._shares_losses, self._biases, self.stages = shares_losses, biases, stages
+        self._shares_losses = shares_losses
+        self._biases = biases
+        self.stages = stages
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update biases after each step of the model's first optimizer."""
@@ -59,6 +61,7 @@ def balance_routers(
     is_cut = plan.stages is not None
     over_stages = loss_over_stages(model) if is_cut else None
     stages = None if over_stages is None else TotalsOfStages(over_stages, device)
+    # Losses: of all ranks' tokens where that is asked for, over all stages where the model is cut.
     shared, others = [], []
     for loss in router_losses(model):
         is_shared = knobs.router_balance == "global" and loss.is_known
@@ -68,6 +71,7 @@ def balance_routers(
             shared.append(loss.is_on)
         elif loss.is_on:
             others.append(type(loss.model).__name__)
+    # What could not be shared is said.
     if knobs.asked("router_balance") == "global" and not shared:
         raise ValueError(
             f"router_balance='global': {plan.shapes.kind} holds no Transformers model whose auxiliary loss torch-smp "
@@ -80,6 +84,7 @@ def balance_routers(
             ", ".join(others),
             knobs.why("router_balance") if knobs.router_balance == "rank" else "it has another form than most",
         )
+    # Biases.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
     return BalancedRouters(any(shared), biases, stages)

@@ -29,7 +29,9 @@ class Biases:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rate: float, sums: Sums, device: torch.device) -> None:
-        self.rate, self._sums, self._followed = rate, sums, False
+        self.rate = rate
+        self._sums = sums
+        self._followed = False
         self._pairs: list[tuple[Any, Any]] = []  # the module with the bias, and that with the experts
         named = dict(model.named_modules())
         self.names = tuple(name for name, module in named.items() if isinstance(_bias_of(module), torch.Tensor))

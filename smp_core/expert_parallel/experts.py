@@ -26,6 +26,7 @@ from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
 from smp_core.plan import Plan, adapters_of
+from smp_core.torch_facts import local_part
 
 
 @torch.no_grad()
@@ -44,6 +45,7 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
+    # How tokens travel.
     dispatch: Dispatch = FlatDispatch(ranks.all, meter)
     if ranks.stages is not None:
         dispatch = TwoHopDispatch(*ranks.stages, meter)
@@ -51,10 +53,12 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         module: Any = model.get_submodule(site.name)
         _require_whole_tokens(module, site.name, mesh)
         _require_products(module, site.name)
+        # This rank's experts alone.
         for name, whole in list(module.named_parameters(recurse=False)):
             dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
             dealt.__dict__.update(whole.__dict__)
             setattr(module, name, dealt)
+        # The forward of the module, which gets other ranks' tokens; adapters around it are passed by.
         adapters = adapters_of(model, site.name)
         for adapter in adapters:
             adapter.forward = functools.partial(_call_base, adapter)
@@ -132,7 +136,8 @@ def _dispatching(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
-        chosen_TK, weights_TK = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        chosen_TK = chosen.reshape(-1, chosen.shape[-1])
+        weights_TK = weights.reshape(-1, weights.shape[-1])
         made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
         made_TH = made_TH.to(hidden.dtype)
         # No view: FSDP2's hook on an output is lost where somebody adds to a view of it in place.
@@ -170,7 +175,8 @@ def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> No
     for adapter, active in _active(adapters):
         name = adapter.parameter_name
         left, right, scale = adapter.get_delta_factors(active)
-        left, right = left.narrow(0, first, experts), right.narrow(0, first, experts)
+        left = left.narrow(0, first, experts)
+        right = right.narrow(0, first, experts)
         with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
             module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
 
@@ -185,7 +191,7 @@ def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
     exchanges like that of the others."""
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters(recurse=False)]
+    own = [local_part(each) for each in module.parameters(recurse=False)]
     for adapter, active in _active(adapters):
         own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]
     firsts = [parameter.reshape(-1)[:1].sum() for parameter in own]

@@ -96,7 +96,8 @@ def _totals(logits_TE: torch.Tensor, top_k: int, mask: torch.Tensor | None) -> t
 def _loss_of(totals: torch.Tensor, sums: Sums | None) -> torch.Tensor:
     """Return this rank's part of the loss of all ranks' tokens; of its own tokens without ``sums``."""
     experts = len(totals) // 2
-    probabilities_E, counted = totals[:experts], totals[experts:].detach().clone()
+    probabilities_E = totals[:experts]
+    counted = totals[experts:].detach().clone()
     ranks = 1
     if sums is not None:
         sums(counted)
@@ -139,7 +140,9 @@ class TotalsOfStages:
     def collecting(self, mask: torch.Tensor | None) -> Iterator[None]:
         """Collect logits inside, of a forward whose tokens count by ``mask``. Not in backward, which may compute them
         again."""
-        self._is_collecting, self._logits, self._mask = True, [], mask
+        self._is_collecting = True
+        self._logits = []
+        self._mask = mask
         try:
             yield
         finally:

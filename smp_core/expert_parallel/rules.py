@@ -9,6 +9,7 @@ from typing import Any
 from smp_core.cluster import PARTITION
 from smp_core.config import Clash
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
+from smp_core.topology import divisors, listed
 
 KNOB, AHEAD = "expert_parallel_degree", "collectives.backward_prefetch"
 
@@ -52,7 +53,7 @@ class ExpertParallelism(Subject):
                 without experts, or with experts that ranks cannot divide; what it is not built together with.
         """
         asked = draft.knobs.expert_parallel_degree
-        allowed = _allowed(draft)
+        allowed = divisors(math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts)))
         inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
         problem = _problem(draft)
         most = "the most that divide the experts, the partition group and the node"
@@ -61,6 +62,7 @@ class ExpertParallelism(Subject):
             draft.settle(KNOB, 1 if against else inside, against or most)
             _gather_a_layer_ahead(draft)
             return
+        # Asked for by value: what stands against it is an error.
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
             raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
@@ -70,7 +72,7 @@ class ExpertParallelism(Subject):
             counts = sorted({site.experts for site in draft.shapes.experts})
             raise ValueError(
                 f"{KNOB}={asked} has to divide shard_degree={draft.layout.size(*PARTITION)} and the "
-                f"{' and '.join(map(str, counts))} experts of a layer; allowed: {', '.join(map(str, allowed))}"
+                f"{' and '.join(map(str, counts))} experts of a layer; allowed: {listed(allowed)}"
             )
         degree = inside if asked == "node" else asked
         uneven = _uneven(draft, degree)
@@ -111,7 +113,8 @@ class RouterBalance(Subject):
         Raises:
             ValueError: what it is not built together with.
         """
-        rate, asked = draft.knobs.router_bias_update_rate, draft.knobs.router_balance
+        rate = draft.knobs.router_bias_update_rate
+        asked = draft.knobs.router_balance
         if asked == "global":
             self.require_together(draft, f"router_balance={asked!r}")
         elif asked == "auto":
@@ -132,11 +135,6 @@ def _gather_a_layer_ahead(draft: ModelDraft) -> None:
     is_left_to_us = knobs.asked(AHEAD) == "auto" and knobs.collectives.backward_prefetch == 1
     if knobs.expert_parallel_degree != 1 and is_in_order and is_left_to_us:
         draft.settle(AHEAD, 2, f"{KNOB}: a layer is two units, its experts and the rest")
-
-
-def _allowed(draft: ModelDraft) -> list[int]:
-    common = math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts))
-    return [n for n in range(1, common + 1) if common % n == 0]
 
 
 def _apart(subject: Subject, draft: ModelDraft) -> str:
@@ -160,6 +158,7 @@ def _uneven(draft: ModelDraft, degree: int) -> str:
 
 def _problem(draft: ModelDraft) -> str:
     """Return why this model's experts cannot be dealt out; "" if they can."""
+    # By the model's modules.
     shapes = draft.shapes
     if not shapes.experts:
         return (
@@ -169,6 +168,7 @@ def _problem(draft: ModelDraft) -> str:
     for site in shapes.experts:
         if site.problem:
             return site.problem
+    # By what is done to them beside.
     units = {unit.name for unit in shapes.units.units if unit.parameters}
     beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(draft)
     for site in shapes.experts:

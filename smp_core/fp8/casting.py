@@ -75,14 +75,13 @@ def quantize(
     site: int,
     role: int,
     *,
-    rows: bool = True,
     columns: bool = False,
     recording: bool = True,
 ) -> Quantized:
     """Cast ``x_RC`` by the scale in effect for this site and role, or by its own amax while that is not calibrated.
 
     Args:
-        rows, columns: the layouts to make.
+        columns: make the transpose, too.
         recording: record the amax in the history (not in evaluation).
     """
     # The scale.
@@ -102,11 +101,10 @@ def quantize(
         # The kernel's maximum goes where it is recorded.
         into_slot = recording and amax is None and not torch.compiler.is_compiling()
         slot = state.current[site, role] if into_slot else None
-        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns, amax=slot)
+        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=True, columns=columns, amax=slot)
     else:
-        x8_RC = cast_eager(x_RC, scale, dtype)
-        data = x8_RC if rows else None
-        data_t = transposed(x8_RC) if columns else None
+        data = cast_eager(x_RC, scale, dtype)
+        data_t = transposed(data) if columns else None
         slot = None
         found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
     if recording:

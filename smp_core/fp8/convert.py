@@ -19,7 +19,7 @@ from smp_core.config import Fp8Recipe
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.scaling import Fp8State
-from smp_core.torch_facts import after_each_step, is_absent
+from smp_core.torch_facts import after_each_step, is_absent, local_part
 
 logger = logging.getLogger("smp")
 
@@ -75,7 +75,7 @@ class Fp8Model:
         weights = []
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
-            weights.append(weight.to_local() if isinstance(weight, DTensor) else weight)
+            weights.append(local_part(weight))
         if not weights:
             return torch.zeros(0, device=self.state.device)
         # torch._foreach_norm is one kernel for all of them and has no public name; it takes no empty tensors.
@@ -246,11 +246,13 @@ def _why_not(
     name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]], parts: int
 ) -> str | None:
     """Return the reason why a module is not converted; None: it is."""
+    # What the recipe says.
     if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
         return f"not in include={list(recipe.include)}"
     for glob in recipe.exclude:
         if fnmatch.fnmatchcase(name, glob):
             return f"exclude has {glob!r}"
+    # What can be multiplied in FP8.
     weights = _weights(module)
     if not weights:
         return f"{type(module).__name__} has a forward of its own"

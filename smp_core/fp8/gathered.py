@@ -38,14 +38,12 @@ class GatheredWeight(Tensor):
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype, requires_grad: bool = False
-    ) -> GatheredWeight:
+    def __new__(cls, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device, requires_grad=requires_grad
+            cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device
         )
 
-    def __init__(self, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype, requires_grad: bool = False) -> None:
+    def __init__(self, data8: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> None:
         self.data8, self._scale = data8, [inverse_scale]
 
     @property

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
-from smp_core.outside import console, how_to_install, number, numbers, printable, records_of_log, write_new
+from smp_core.outside import console, matplotlibs_figure, number, numbers, printable, records_of_log, write_new
 from smp_core.run_log import write as run_log
 
 
@@ -206,11 +206,9 @@ def draw(log: Fp8Log, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
     """
-    from matplotlib.figure import Figure
-
     modules = _worst_modules(log)
     every = -(-len(log.steps) // _POINTS)
-    figure = Figure(figsize=(15, 7), layout="constrained")
+    figure = matplotlibs_figure()(figsize=(15, 7), layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
     for axes, (role, names) in zip(grid, _ROWS.items(), strict=True):
         for axis, name in zip(axes, names, strict=True):
@@ -257,8 +255,5 @@ def fp8_report(
                 table.add_row(f"{role} {kind}", module, f"{value:.3%}")
     console().print(table)
     picture = out or log.with_suffix(".png")
-    try:
-        draw(found, picture)
-    except ModuleNotFoundError:
-        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
+    draw(found, picture)
     console().print(f"{picture}", soft_wrap=True)

@@ -33,7 +33,9 @@ from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
 
-INPUT, WEIGHT, GRADIENT = 0, 1, 2
+INPUT = 0
+WEIGHT = 1
+GRADIENT = 2
 ROLES = ("input", "weight", "gradient")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,7 +88,6 @@ class Fp8State:
         current: ``[N, 3]`` float32, the running maximum of the present step on this rank.
         scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that scales that an earlier
             forward pass saved for its backward pass do not change.
-        generation: counts changes of the scales.
         number: this state's, for operators that torch compiles, which take tensors and numbers only.
     """
 
@@ -102,7 +103,6 @@ class Fp8State:
         self.steps = 0
         self.number = _known(self)
         self.calibrated = [[False] * 3 for _ in self.names]
-        self.generation = 0
         self.counts: Tensor | None = None
         """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
 
@@ -164,7 +164,6 @@ class Fp8State:
         scale[:, WEIGHT] = fresh
         self._scale_by(scale)
         self.calibrated = [[x, True, g] for x, _, g in self.calibrated]
-        self.generation += 1
 
     @torch.no_grad()
     def step(self, weight_amax: Tensor, all_reduce_max: Callable[[Tensor], None]) -> list[str]:
@@ -208,7 +207,6 @@ class Fp8State:
     def _make_scales(self, basis: Tensor) -> None:
         fresh = scale_for(basis, self._largest, self.recipe.margin)
         self._scale_by(torch.where(basis > 0, fresh, self.scale))
-        self.generation += 1
 
     def _scale_by(self, scale: Tensor) -> None:
         """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes no scale at another address."""
@@ -253,7 +251,6 @@ class Fp8State:
         self._scale_by(scale)
         self.steps = int(state.get("steps", 0)) if len(missing) < len(self.names) else 0
         self.calibrated = (self.history.amax(0) > 0).tolist()
-        self.generation += 1
         return missing
 
 

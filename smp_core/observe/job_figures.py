@@ -265,13 +265,16 @@ class JobFigures:
         own = [] if self._times is None else self._times.take()
         if self._parallel is None or not own:
             return {}
+        # Each rank fills its own place of a table, which a sum makes whole: [ranks, steps, parts].
         mesh, size = self._parallel.mesh, len(own) * len(PARTS)
         told = [0.0] * (self._world_size * size)
         told[mesh.rank * size : (mesh.rank + 1) * size] = [value for step in own for value in step]
         everyone = torch.tensor(self._over_ranks(told, "sum")).view(self._world_size, len(own), len(PARTS))
         figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
+        # A straggler is a warning when it is new.
         self._by_rank = dict(enumerate(everyone.mean(1).tolist()))
-        before, self.straggler = self.straggler, find_straggler(everyone.tolist())
+        before = self.straggler
+        self.straggler = find_straggler(everyone.tolist())
         if self.straggler is None:
             return figures
         if mesh.rank == 0:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from smp_core.outside import console, how_to_install, number, numbers, records_of_log, write_new
+from smp_core.outside import console, matplotlibs_figure, number, numbers, records_of_log, write_new
 from smp_core.run_log import write as run_log
 
 MIB = 2**20
@@ -53,7 +53,9 @@ def read_log(path: Path) -> dict[int, StepMemory]:
 
 
 def _of_line(line: Mapping[str, Any]) -> tuple[int, StepMemory] | None:
-    step, device, host = number(line.get("step")), _by_kind(line.get("device")), _by_kind(line.get("host"))
+    step = number(line.get("step"))
+    device = _by_kind(line.get("device"))
+    host = _by_kind(line.get("host"))
     return None if step is None or device is None or host is None else (int(step), StepMemory(device, host))
 
 
@@ -71,12 +73,8 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     steps = _highest(steps)
-    figure = Figure(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
+    figure = matplotlibs_figure()(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
     axes = figure.add_subplot()
     places, bottoms = range(len(steps)), [0.0] * len(steps)
     for kind in KINDS:

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.activations import kept_outputs_shown_to
 from smp_core.engine import ParallelModel
 from smp_core.observe.memory_log import KINDS, MIB, StepMemory, draw
-from smp_core.torch_facts import StepsOnHost
+from smp_core.torch_facts import StepsOnHost, local_part
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,7 +125,7 @@ class MemoryReport:
     # The memory that is held
 
     def _addresses_of_parameters(self) -> set[int]:
-        return {_local(p).untyped_storage().data_ptr() for p in self._own_parameters()}
+        return {local_part(p).untyped_storage().data_ptr() for p in self._own_parameters()}
 
     def _own_parameters(self) -> list[Tensor]:
         """List the shards and the replicated parameters; ``module.parameters()`` has unsharded ones in between."""
@@ -245,10 +245,6 @@ class MemoryReport:
         draw(dict(enumerate(self.steps)), path)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes(tensor: Tensor) -> int:
-    local = _local(tensor)
+    local = local_part(tensor)
     return local.numel() * local.element_size()

@@ -46,7 +46,9 @@ class MemoryWatch:
         step: int = 0,
     ) -> None:
         self._report = MemoryReport(parallel, optimizers)
-        self._mesh, self._every, self._log = parallel.mesh, every_n_steps, log
+        self._mesh = parallel.mesh
+        self._every = every_n_steps
+        self._log = log
         self._due = self._after(step)
         self._began: int | None = None
         self.latest: dict[str, float] = {}
@@ -73,6 +75,7 @@ class MemoryWatch:
             return
         self._began, self._due = None, self._after(step)
         own = self._report.end()
+        # The most of any rank, by kind.
         device, host = sorted(own.device), sorted(own.host)
         values = [own.device[kind] for kind in device]
         values += [own.host[kind] for kind in host]

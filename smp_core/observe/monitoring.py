@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from smp_core.checkpoint import map_tensors
-from smp_core.plan import GIB
+from smp_core.plan import GIB, call_with
 from smp_core.planner import peak_flops
 
 
@@ -109,7 +109,7 @@ def count_model_flops(
     def to_meta(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    call = _Call(model, forward or _call_with_batch)
+    call = _Call(model, forward or call_with)
     tensors = {name: to_meta(tensor.detach()) for name, tensor in _named_tensors(call)}
     meta_batch = map_tensors(batch, to_meta, MutableMapping)
     measured = FlopMeasurement()
@@ -134,12 +134,6 @@ class _Call(nn.Module):
 
     def forward(self, batch: Any) -> object:
         return self.function(self.model, batch)
-
-
-def _call_with_batch(model: nn.Module, batch: Any) -> object:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -210,7 +204,9 @@ class StepMeter:
             raise ValueError(f"window={window} is not a number of steps; allowed: 1 and more")
         if not 1 <= data_size <= world_size:
             raise ValueError(f"data_size={data_size} must be between 1 and world_size={world_size}")
-        self.data_size, self.world_size, self.peak_flops_per_device = data_size, world_size, peak_flops_per_device
+        self.data_size = data_size
+        self.world_size = world_size
+        self.peak_flops_per_device = peak_flops_per_device
         self.samples = 0
         """Samples of the whole job since the meter was made."""
         self._clock = clock

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.torch_facts import is_rank_0
+
 logger = logging.getLogger("smp")
 
 _COUNTS = "_smp_expert_counts"
@@ -28,7 +30,8 @@ def _count(router: Any, args: Any, output: Any) -> None:
     for each in _values(output):
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim > 1:
             if each.shape[-1] == router.top_k:
-                chosen, experts = each.detach().reshape(-1).to(torch.int64), router.num_experts
+                chosen = each.detach().reshape(-1).to(torch.int64)
+                experts = router.num_experts
                 is_none = (chosen < 0) | (chosen >= experts)  # tokens that are dropped
                 counts = getattr(router, _COUNTS)
                 counts.scatter_add_(0, torch.where(is_none, experts, chosen), torch.ones_like(chosen))
@@ -106,7 +109,7 @@ class RouterLoads:
         return taken
 
     def _say_that_nothing_was_counted(self) -> None:
-        if not self._warned and (not dist.is_initialized() or dist.get_rank() == 0):
+        if not self._warned and is_rank_0():
             logger.warning(
                 "the monitor has counted no choice of the model's experts: no module with num_experts and top_k "
                 "returned an integer tensor [..., top_k], or the blocks were compiled before the monitor was there"
@@ -126,6 +129,7 @@ class RouterLoads:
 def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
     for module in modules:
         for name, router in module.named_modules():
-            experts, top_k = getattr(router, "num_experts", None), getattr(router, "top_k", None)
+            experts = getattr(router, "num_experts", None)
+            top_k = getattr(router, "top_k", None)
             if type(experts) is int and type(top_k) is int and 1 <= top_k <= experts:
                 yield name, router

@@ -89,7 +89,10 @@ def _as_far_as_known(plan: Plan, optimizers: Sequence[Optimizer], micro_batches:
 
 def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
     """Return what was asked for, what was decided and what is expected of it."""
-    knobs, topology, layout = plan.knobs, plan.cluster.topology, plan.layout
+    knobs = plan.knobs
+    topology = plan.cluster.topology
+    layout = plan.layout
+    # What was asked for, and what it became.
     rows = []
     for knob in knobs.settings():
         if (why := knobs.why(knob)) != DEFAULT:
@@ -105,6 +108,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) ->
         "savings": [vars(each) for each in savings(plan)],
         "links": None if plan.cluster.links is None else _of_links(plan.cluster.links),
     }
+    # What is expected, where it can be told from shapes.
     if plan.given is None and layout.pipeline == layout.tensor == 1:
         optimizer = planned_states(knobs.planner.optimizer, optimizers)
         planned = estimate(plan, optimizer)

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from smp_core.checkpoint import like_parameter, shard_like
 from smp_core.optim.owners import StepsTogether
+from smp_core.torch_facts import local_part
 
 _FACTORS = ("row_var", "col_var")
 
@@ -79,7 +80,7 @@ class Adafactor(StepsTogether):
             for name in (*_FACTORS, "variance"):
                 if name in state_dict["state"].get(number, {}):
                     given = state_dict["state"][number][name]
-                    self.state[parameter][name] = given.to(_local(parameter).device)
+                    self.state[parameter][name] = given.to(local_part(parameter).device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -140,9 +141,9 @@ class _Stepped:
         self.group = _group_of_rows(parameter)
         self._shape, self._options = parameter.shape, options
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
-        self._weights = _local(parameter)
+        self._weights = local_part(parameter)
         assert parameter.grad is not None
-        self._gradient = _local(parameter.grad)
+        self._gradient = local_part(parameter.grad)
         self._eps1 = torch.finfo(parameter.dtype).eps if options["eps"][0] is None else options["eps"][0]
         # Only of a matrix are rows, and columns' sums, divided among ranks; of a stack whole matrices are.
         self._rows_are_divided = parameter.ndim == 2 and self.group is not None
@@ -160,13 +161,13 @@ class _Stepped:
         squares = self._gradient.to(self._dtype).square()
         fraction = self._number ** self._options["beta2_decay"]
         if self._gradient.ndim < 2:
-            _local(self._state["variance"]).lerp_(squares, fraction)
+            local_part(self._state["variance"]).lerp_(squares, fraction)
             return weights_norm
-        row_var = _local(self._state["row_var"])
+        row_var = local_part(self._state["row_var"])
         row_var.lerp_(squares.mean(dim=-1, keepdim=True), fraction)
         if self._rows_are_divided:
             return torch.cat([weights_norm, row_var.sum().view(1), squares.sum(dim=0)])
-        _local(self._state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), fraction)
+        local_part(self._state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), fraction)
         return weights_norm
 
     def take_sums(self) -> None:
@@ -195,9 +196,9 @@ class _Stepped:
 
     def _update(self) -> torch.Tensor:
         if self._gradient.ndim < 2:
-            variance = _local(self._state["variance"]).clone()
+            variance = local_part(self._state["variance"]).clone()
         else:
-            row_var, col_var = (_local(self._state[name]) for name in _FACTORS)
+            row_var, col_var = (local_part(self._state[name]) for name in _FACTORS)
             mean = row_var.mean(dim=-2, keepdim=True) if self._row_mean is None else self._row_mean
             variance = (row_var @ col_var).div_(mean.clamp(min=self._eps1))
         return variance.clamp_(min=self._eps1**2).rsqrt_().mul_(self._gradient)
@@ -218,7 +219,7 @@ def _complete(state: dict[str, Any], parameter: nn.Parameter, dtype: torch.dtype
         if kept is None and by_rows:
             state[name] = like_parameter(parameter, of_shape, dtype, by_rows=True)
         elif kept is None:
-            state[name] = torch.zeros(of_shape, dtype=dtype, device=_local(parameter).device)
+            state[name] = torch.zeros(of_shape, dtype=dtype, device=local_part(parameter).device)
         elif isinstance(kept, DTensor) and not by_rows:
             state[name] = kept.full_tensor()  # a checkpoint's
         elif by_rows and not isinstance(kept, DTensor):
@@ -247,10 +248,6 @@ def _group_of_rows(parameter: torch.Tensor) -> dist.ProcessGroup | None:
 def _square_sum(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of squares [1]."""
     return tensor.to(dtype).square().sum().view(1)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _number(value: float | torch.Tensor) -> float:

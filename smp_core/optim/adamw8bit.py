@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import like_parameter, map_tensors, shard_like
 from smp_core.codecs import BLOCK, MomentCodec, n_blocks
+from smp_core.torch_facts import local_part
 
 _SHORTEST_ROW = 8  # of shorter rows scales would be as large as what codes save
 _ELEMENTS = 2**22  # stepped at a time, so that what is decoded stays small beside the states
@@ -100,7 +101,7 @@ class AdamW8bit(torch.optim.Optimizer):
         for number, parameter in zip(numbers, parameters, strict=True):
             entry = state_dict["state"].get(number)
             if entry is not None:
-                self.state[parameter] = _on_device(entry, _local(parameter).device)
+                self.state[parameter] = _on_device(entry, local_part(parameter).device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,7 +123,7 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                device = _local(parameter).device
+                device = local_part(parameter).device
                 if device not in codecs:
                     codecs[device] = MomentCodec(True, device), MomentCodec(False, device)
                 self._step_parameter(parameter, group, codecs[device])
@@ -149,15 +150,15 @@ class AdamW8bit(torch.optim.Optimizer):
         first_dim = _row_dim(parameter.shape, group["min_8bit_size"])
         _complete(state, parameter, first_dim, codecs)
         state["step"] += 1
-        weights = _local(parameter)
+        weights = local_part(parameter)
         if not weights.numel():
             return
         # everything as rows, which are views unless a tensor is not contiguous
         row = 1 if first_dim is None else math.prod(weights.shape[first_dim:])
-        stepped = [weights, *(_local(state[name]) for name in _MOMENTS)]
+        stepped = [weights, *(local_part(state[name]) for name in _MOMENTS)]
         rows, *moments = (each.reshape(-1, row) for each in stepped)
-        gradients = _local(gradient).reshape(-1, row)
-        scales = [_local(state[_scale(name)]).flatten(0, -2) for name in _MOMENTS if first_dim is not None]
+        gradients = local_part(gradient).reshape(-1, row)
+        scales = [local_part(state[_scale(name)]).flatten(0, -2) for name in _MOMENTS if first_dim is not None]
         rates = _rates(group, int(_number(state["step"])))
         # some rows at a time
         at_once = max(1, _ELEMENTS // row)
@@ -278,28 +279,24 @@ def _encoded(
     blocks = n_blocks(math.prod(shape[first_dim:]))
     codes = torch.zeros_like(parameter, dtype=torch.uint8)
     scales = like_parameter(parameter, (*shape[:first_dim], blocks), torch.float32, by_rows=True)
-    of_rank = _local(codes)
+    of_rank = local_part(codes)
     if of_rank.numel():
-        values = torch.zeros_like(of_rank, dtype=torch.float32) if moment is None else _local(moment)
+        values = torch.zeros_like(of_rank, dtype=torch.float32) if moment is None else local_part(moment)
         new_codes, new_scales = codec.encode(values.reshape(-1, math.prod(of_rank.shape[first_dim:])))
         of_rank.copy_(new_codes.reshape(of_rank.shape))
-        _local(scales).copy_(new_scales.view(_local(scales).shape))
+        local_part(scales).copy_(new_scales.view(local_part(scales).shape))
     return codes, scales
 
 
 def _decoded(codes: Tensor, scales: Tensor, codec: MomentCodec) -> Tensor:
     """Return a moment, sharded like its codes."""
     moment = torch.zeros_like(codes, dtype=torch.float32)
-    of_rank, of_rows = _local(codes), _local(scales)
+    of_rank, of_rows = local_part(codes), local_part(scales)
     if of_rank.numel():
         row = math.prod(of_rank.shape[of_rows.ndim - 1 :])
         values = codec.decode(of_rank.reshape(-1, row), of_rows.flatten(0, -2))
-        _local(moment).copy_(values.reshape(of_rank.shape))
+        local_part(moment).copy_(values.reshape(of_rank.shape))
     return moment
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _number(value: float | Tensor) -> float:

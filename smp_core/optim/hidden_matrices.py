@@ -44,6 +44,7 @@ def muon_groups(
     unused = {*by_adamw, *(split or {})}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
+            # Each parameter once, under its first name.
             if not parameter.requires_grad or any(parameter is each for of in found.values() for each in of.values()):
                 continue
             left_out = [glob for glob in by_adamw if fnmatchcase(name, glob)]
@@ -51,6 +52,7 @@ def muon_groups(
             if left_out or id(parameter) in tables or not _is_matrix(module, parameter):
                 found.setdefault(("adamw", None), {})[name] = parameter
                 continue
+            # Matrices, whole or in parts.
             globs = [glob for glob in split or {} if fnmatchcase(name, glob)]
             unused.difference_update(globs)
             parts = _split(name, module, parameter, (split or {})[globs[0]]) if globs else None

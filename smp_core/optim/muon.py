@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from smp_core.checkpoint import shard_like
 from smp_core.optim.owners import Matrix, Owners, StepsTogether
+from smp_core.torch_facts import local_part
 
 Split = tuple[int, tuple[int, ...]]
 """Several matrices side by side in one parameter: (dim, their sizes along it)."""
@@ -173,10 +174,10 @@ class Muon(StepsTogether):
                 self._step_whole(parameter, updates[place], work, group)
         for mesh, places in by_rows.items():
             of_mesh = [parameters[place] for place in places]
-            locals_ = [_local(updates[place]) for place in places]
+            locals_ = [local_part(updates[place]) for place in places]
             for matrix, update in self._owners_of(mesh, of_mesh, group).work(locals_, work, group["ns_dtype"]):
                 degree, rank = mesh.size(), mesh.get_local_rank()
-                weights = matrix.part_of(_local(of_mesh[matrix.parameter]), rank, degree)
+                weights = matrix.part_of(local_part(of_mesh[matrix.parameter]), rank, degree)
                 _apply(weights, update, matrix.shape, group)
 
     def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -216,7 +217,7 @@ class Muon(StepsTogether):
     ) -> None:
         """Step a parameter whose matrices this rank holds whole, or gathers."""
         if _holds_whole_matrices(parameter):
-            weights, of_rank = _local(parameter), _local(update)
+            weights, of_rank = local_part(parameter), local_part(update)
             for rows, columns in _matrices(parameter.shape, group["split"]):
                 place = (..., slice(*rows), slice(*columns))
                 _apply(weights[place], work(of_rank[place]), of_rank[place].shape, group)
@@ -227,9 +228,9 @@ class Muon(StepsTogether):
             place = (..., slice(*rows), slice(*columns))
             matrix = whole[place]
             whole[place] = _rate(matrix.shape, group) * work(matrix).to(whole.dtype)
-        weights = _local(parameter)
+        weights = local_part(parameter)
         weights.mul_(1 - _number(group["lr"]) * group["weight_decay"])
-        weights.sub_(_local(shard_like(update, whole)))
+        weights.sub_(local_part(shard_like(update, whole)))
 
 
 def _apply(weights: Tensor, update: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
@@ -248,10 +249,6 @@ def _rate(shape: Sequence[int], group: dict[str, Any]) -> float:
 
 def _number(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _mesh_of_rows(parameter: Tensor) -> DeviceMesh | None:

@@ -65,7 +65,8 @@ class Matrix:
     def rows_of(self, rank: int, degree: int) -> tuple[int, int]:
         """Return (first, end) of the matrix's rows that a rank holds, counted from the rank's first row."""
         chunk = -(-self.n_rows // degree)
-        first, end = min(rank * chunk, self.n_rows), min((rank + 1) * chunk, self.n_rows)
+        first = min(rank * chunk, self.n_rows)
+        end = min((rank + 1) * chunk, self.n_rows)
         begin, stop = max(self.rows[0], first), min(self.rows[1], end)
         return (begin - first, stop - first) if begin < stop else (0, 0)
 
@@ -119,18 +120,20 @@ class Owners:
             work: on a whole matrix [rows, columns] of ``dtype``; returns one of the same shape and dtype.
             dtype: that matrices travel in, both ways.
         """
-        mine, ranks, device = self._owned_by[self._rank], range(self._degree), locals_[0].device
-        # there: my rows of everybody's matrices, everybody's rows of mine
+        mine = self._owned_by[self._rank]
+        ranks = range(self._degree)
+        device = locals_[0].device
+        # Phase 1, to the owners: this rank's rows of all ranks' matrices go out, all ranks' rows of its own come in.
         to_owners = [self._parts(locals_, owned) for owned in self._owned_by]
         of_mine = [self._sizes(mine, rank) for rank in ranks]
         arrived = self._exchange(to_owners, [sum(sizes) for sizes in of_mine], dtype, device)
         pieces = [rows.split(sizes) for rows, sizes in zip(arrived, of_mine, strict=True)]
-        # the work, whole
+        # Phase 2: the work, on whole matrices.
         done = []
         for place, matrix in enumerate(mine):
             whole = torch.cat([piece[place].view(-1, matrix.shape[1]) for piece in pieces])
             done.append(work(whole).split([self._n_rows(matrix, rank) for rank in ranks]))
-        # and back
+        # Phase 3: rows of the results go back to the ranks that hold them.
         of_owners = [self._sizes(owned, self._rank) for owned in self._owned_by]
         to_holders = []
         for rank in ranks:

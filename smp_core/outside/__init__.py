@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         how_to_install as how_to_install,
         is_older as is_older,
         is_there as is_there,
+        matplotlibs_figure as matplotlibs_figure,
         require as require,
     )
 else:

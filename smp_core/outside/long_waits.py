@@ -58,7 +58,10 @@ class _LongWait:
         clock: Callable[[], float],
         pause: Callable[[threading.Event, float], bool],
     ) -> None:
-        self._what, self._say, self._clock, self._pause = what, say, clock, pause
+        self._what = what
+        self._say = say
+        self._clock = clock
+        self._pause = pause
         self._began = clock()
         self._ended = threading.Event()
         self._has_said = False

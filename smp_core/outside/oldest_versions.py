@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from importlib import metadata
+from typing import Any
 
 from packaging.version import Version
 
@@ -31,6 +32,19 @@ def how_to_install(package: str) -> str:
         f"type: pip install -U {needed} (it is the extra {extra!r} of torch-smp; in its checkout: pip install -e "
         f"'.[{extra}]')"
     )
+
+
+def matplotlibs_figure() -> Any:
+    """Return the class of matplotlib's figures.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
+    return Figure
 
 
 def require(name: str, wanted_by: str) -> None:

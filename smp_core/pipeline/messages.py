@@ -81,7 +81,9 @@ class Pending:
     """
 
     def __init__(self, tensors: Any, works: list[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        self._tensors, self._works, self._waiting = tensors, works, waiting
+        self._tensors = tensors
+        self._works = works
+        self._waiting = waiting
 
     def wait(self) -> Any:
         """Return what arrived."""
@@ -122,7 +124,8 @@ class Messages:
         NCCL connects two ranks, each way apart, in the first message that goes it, and holds both hosts until the other
         one has begun it. In a schedule a stage may begin something else first, which waits for the stage held here.
         """
-        number, own = torch.zeros(1, device=self._device), self._column.index(dist.get_rank())
+        number = torch.zeros(1, device=self._device)
+        own = self._column.index(dist.get_rank())
         last = len(self._column) - 1
         pairs = [(stage, stage + 1) for stage in range(last)]
         if goes_around and last > 1:
@@ -203,7 +206,8 @@ class Messages:
         Raises:
             ValueError: activations of other formats than the ones before.
         """
-        formats, known = [Format.of(activation) for activation in given], self._outgoing.get((self._key, chunk))
+        formats = [Format.of(activation) for activation in given]
+        known = self._outgoing.get((self._key, chunk))
         if known is None:
             self._outgoing[self._key, chunk] = formats
             self._send(self._header(formats), stage, self._groups.forward)

@@ -26,7 +26,7 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import buffers_restored, is_played, refusal_of, running_the_example, with_fake_values
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import caches_in, first_names
 from smp_core.watch import innermost_user_line
 
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
@@ -93,7 +93,7 @@ def _run(module: nn.Module, example: Example, refusal: str) -> Any:
 
 def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Example, refusal: str) -> Any:
     """Return what the last chunk gives."""
-    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    names = first_names(model)
     given: Any = None
     try:
         played = played_of(model, stages.chain)
@@ -102,6 +102,7 @@ def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Exa
             f"{refusal}its modules before the blocks cannot be copied for stages without them "
             f"({type(error).__name__}: {error})"
         ) from error
+    # What each chunk gives is what the next one gets.
     for chunk in range(stages.n_chunks):
         number = chunk % stages.count
         try:
@@ -229,7 +230,8 @@ class _Undropped(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
+            args = args[:4] + (0.0,) * (len(args) > 4) + args[5:]
+            kwargs = {**kwargs}
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
         return func(*args, **kwargs)
 

@@ -91,7 +91,10 @@ PIPELINE_PARALLELISM = PipelineParallelism()
 
 def _settle_stages(draft: ModelDraft) -> Stages:
     """Resolve the schedule, the micro-batches and the split."""
-    shapes, count, asked = draft.shapes, draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
+    shapes = draft.shapes
+    count = draft.knobs.pipeline_parallel_degree
+    asked = draft.knobs.pipeline
+    # The schedule.
     if asked.schedule == "auto":
         draft.settle("pipeline.schedule", "1f1b", "no planner chose one: it keeps the fewest activations")
         asked = draft.knobs.pipeline
@@ -100,6 +103,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
     _require_no_buffers_between_chunks(chain, asked.schedule)
     chunks = count * chunks_of(asked.schedule)
     _require_blocks(draft.knobs, len(chain.blocks), chunks, shapes.kind)
+    # The micro-batches.
     if asked.microbatches == "auto":
         draft.settle("pipeline.microbatches", count, "as many as there are stages")
     elif chunks > count and asked.microbatches % count:
@@ -107,6 +111,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
             f"pipeline.microbatches={asked.microbatches} with pipeline.schedule={asked.schedule!r}: stages begin their "
             f"next chunk after as many micro-batches as there are stages; write a multiple of {count}"
         )
+    # The split.
     sizes = asked.split
     if sizes == "auto":
         sizes = _balanced(chain, shapes, chunks)

@@ -26,7 +26,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.pipeline.stand_ins import Played
 from smp_core.plan import Stages
 from smp_core.plan.chain import StandIn, argument, given_by, of_kind, with_argument
-from smp_core.torch_facts import caches_in
+from smp_core.torch_facts import caches_in, first_names
 
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
@@ -59,7 +59,7 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
     """
     meshes = mesh.holders()
     own = stages.owned(mesh.stage)
-    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    names = first_names(model)
     absent: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -113,7 +113,9 @@ class Stage:
             replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
             try_call: called before the root's forward, with what does as much for other arguments.
         """
-        self._outside, self._entered, self._passed = outside, entered, passed
+        self._outside = outside
+        self._entered = entered
+        self._passed = passed
         self._replaced, self._try_call = replaced, try_call
         self._n_passed = 0
         self.incoming: Tensor | None = None
@@ -121,8 +123,11 @@ class Stage:
         self.calls = 0
         self._is_before_own = True
         chain = stages.chain
-        self._chain, self._stages, self._dtype = chain, stages, dtype
+        self._chain = chain
+        self._stages = stages
+        self._dtype = dtype
         self.show(stage)
+        # The model's forward: begun with what is received, ended behind the stage's last block.
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
         self._undo: list[Callable[[], Any]] = []
@@ -130,10 +135,12 @@ class Stage:
         self._replace_forward(root, self._caught(root, root.forward))
         leave = root.register_forward_hook(self._leave)
         self._undo += [begin.remove, leave.remove]
+        # Modules before the blocks, which other stages hold.
         for stand_in in chain.stand_ins:
             module = model.get_submodule(stand_in.name)
             forward = self._standing_in(stand_in, module, played.get(stand_in.name), is_held=stage == 0)
             self._replace_forward(module, forward)
+        # The blocks themselves.
         self._numbers = {model.get_submodule(name): number for number, name in enumerate(chain.blocks)}
         self._kinds: dict[type[nn.Module], Any] = {}
         for block in self._numbers:
@@ -271,7 +278,8 @@ class Stage:
         return standing_in
 
     def _passing_on(self, *args: Any, **kwargs: Any) -> Any:
-        gives, taken = self._chain.gives, argument(args, kwargs, self._chain.takes)
+        gives = self._chain.gives
+        taken = argument(args, kwargs, self._chain.takes)
         if gives is None:
             return taken
         return of_kind(self._chain.kind, tuple(taken if number == gives[0] else None for number in range(gives[1])))

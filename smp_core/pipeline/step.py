@@ -86,7 +86,10 @@ class Pipeline:
         try_call: TriesCall,
         beside: Beside | None = None,
     ) -> None:
-        self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
+        self.stages = stages
+        self._mesh = mesh
+        self._window = window
+        self._passing_by = passing_by
         assert isinstance(recipe.microbatches, int)
         self.micro_batches = recipe.microbatches
         self.group = mesh.group(Axis.PIPELINE)

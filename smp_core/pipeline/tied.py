@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from smp_core.torch_facts import local_part
 
 
 class Masters(Protocol):
@@ -42,7 +43,10 @@ class TiedGradients:
         replicas: dist.ProcessGroup,
         world: Callable[[], Masters | None],
     ) -> None:
-        self._parameters, self._group, self._replicas, self._world = list(parameters), group, replicas, world
+        self._parameters = list(parameters)
+        self._group = group
+        self._replicas = replicas
+        self._world = world
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
@@ -71,10 +75,10 @@ class TiedGradients:
         """
         is_master = stepped is not parameter
         dtype = stepped.grad_dtype or stepped.dtype
-        shard = _local(parameter)
+        shard = local_part(parameter)
         sent = torch.zeros(shard.numel() + 1, dtype=dtype, device=shard.device)
         if stepped.grad is not None:
-            sent[:-1][own] = _local(stepped.grad).reshape(-1)
+            sent[:-1][own] = local_part(stepped.grad).reshape(-1)
             sent[-1] = 1.0
         dist.all_reduce(sent, group=self._group)
         if is_master:  # the other stage's parts of these elements may have come to other replicas
@@ -84,14 +88,10 @@ class TiedGradients:
             if not is_received(sent[-1]):
                 return
             stepped.grad = torch.zeros_like(stepped, dtype=dtype)
-        local = _local(stepped.grad)
+        local = local_part(stepped.grad)
         local.copy_(sent[:-1][own].view_as(local))
 
 
 def is_received(stages: Tensor) -> bool:
     """Return whether any stage has a gradient, by how many have."""
     return bool(stages > 0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

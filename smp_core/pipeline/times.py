@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from smp_core.outside import how_to_install
+from smp_core.outside import matplotlibs_figure
 
 Direction = Literal["forward", "backward"]
 
@@ -112,12 +112,8 @@ def draw_timeline(stages: Sequence[Sequence[Computation]], path: str | Path) -> 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     chunks = 1 + max(each.chunk for stage in stages for each in stage)
-    figure = Figure(figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained")
+    figure = matplotlibs_figure()(figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained")
     axes = figure.subplots()
     for number, stage in enumerate(stages):
         for each in stage:

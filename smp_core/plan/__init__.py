@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
     from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
     from smp_core.plan.communicator_count import communicators as communicators
-    from smp_core.plan.examples import Example as Example, example_of as example_of
+    from smp_core.plan.examples import Example as Example, call_with as call_with, example_of as example_of
     from smp_core.plan.experts import (
         LOSS as LOSS,
         ExpertShape as ExpertShape,

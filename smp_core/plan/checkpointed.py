@@ -7,7 +7,6 @@ about everything inside of it, so nothing is ever checkpointed twice.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from smp_core.config import did_you_mean
 from smp_core.torch_facts import uncompiled
 
 Mode = Literal["full", "selective"]
@@ -83,6 +83,7 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
             visit(f"{name}.{child_name}" if name else child_name, child)
 
     visit("", model)
+    # A pattern without modules: they lie inside of others, or there are none.
     for pattern, members in groups.items():
         if members:
             continue
@@ -94,11 +95,9 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
             )
         names = {type(module).__name__ for module in model.modules()}
         names |= {name for name, _ in model.named_modules() if name}
-        near = difflib.get_close_matches(pattern, sorted(names), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"activations.checkpoint[{pattern!r}] matches no class name and no module name of "
-            f"{type(model).__name__}{hint}"
+            f"{type(model).__name__}{did_you_mean(pattern, sorted(names))}"
         )
     return groups
 

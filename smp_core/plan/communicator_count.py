@@ -11,7 +11,9 @@ from smp_core.topology import Topology
 
 def communicators(plan: Plan) -> list[int]:
     """Return the ranks of each group that rank 0's device talks in with others; NCCL takes memory for each of them."""
-    knobs, keep, topology = plan.knobs, plan.knobs.reshard_after_forward, plan.cluster.topology
+    knobs = plan.knobs
+    keep = plan.knobs.reshard_after_forward
+    topology = plan.cluster.topology
     in_two: list[Axes] = [PARTITION] if plan.hierarchical else []
     if knobs.collectives.hierarchical:
         in_two.append((Axis.REPLICATE,))

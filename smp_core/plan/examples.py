@@ -26,6 +26,13 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords of one call."""
 
 
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a mapping gives keywords, a tuple or list arguments, anything else is one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
 def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
     """Return arguments for one call of ``module``: ``example_input_array`` of either, or ``dummy_inputs``.
 
@@ -148,7 +155,8 @@ def _sound(module: Any) -> Iterator[Tensor]:
 def _spectra(module: Any) -> Iterator[Tensor]:
     """Yield spectra [samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
     config = module.config
-    places, mels = _value(config, "max_source_positions"), _value(config, "num_mel_bins")
+    places = _value(config, "max_source_positions")
+    mels = _value(config, "num_mel_bins")
     if places is not None and mels is not None:
         yield _wave(module, _SAMPLES, mels, 2 * places)
     for name in ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "hidden_size"):

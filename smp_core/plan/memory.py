@@ -75,7 +75,9 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     Args:
         optimizer: what it keeps for each trainable parameter.
     """
-    knobs, dtypes, degree = plan.knobs, plan.dtypes, plan.shard_degree
+    knobs = plan.knobs
+    dtypes = plan.dtypes
+    degree = plan.shard_degree
     over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
     parameters = gradients = partial_sums = states = 0
     for parameter, of_unit, count in plan.split_shapes.alike:
@@ -124,7 +126,8 @@ def describe_stages(plan: Plan) -> list[str]:
     if stages is None:
         return []
     # Where all stages take alike: each waits while the first micro-batch comes to it and the last one leaves.
-    micro_batches, schedule = int(plan.knobs.pipeline.microbatches), plan.knobs.pipeline.schedule
+    micro_batches = int(plan.knobs.pipeline.microbatches)
+    schedule = plan.knobs.pipeline.schedule
     idle = stages.count - 1
     share = idle / (micro_batches * stages.per_stage + idle)
     bubble = (
@@ -250,6 +253,7 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
     columns = ["parameters", "gradients", "optimizer", "gathered", "total"]
     for heading in ["shard degree", "nodes", "replicas", *columns, "fits"]:
         table.add_column(heading, justify="right")
+    # A row for each degree.
     chosen = False
     for plan in plans:
         seen = estimate(plan, optimizer)
@@ -325,7 +329,9 @@ def _gathered_bytes(plan: Plan) -> int:
         elif dealt > 1:  # gathered beside the layer that they are in
             experts, of_experts = max(experts, size), of_experts + count * size  # which have no parts of a copy
         else:
-            largest, total, units = max(largest, size), total + count * size, units + count
+            largest = max(largest, size)
+            total = total + count * size
+            units = units + count
     kept = plan.knobs.reshard_after_forward
     if kept is False:
         return root + total + of_experts

@@ -14,7 +14,8 @@ _SHOWN = 16
 def text_picture(topology: Topology, shard_degree: int) -> str:
     """Return one line per node, its ranks marked with their partition group; then the groups."""
     layout = Layout.of_world(topology.world_size, shard_degree)
-    partitions, replications = layout.groups(*PARTITION), layout.groups(Axis.REPLICATE)
+    partitions = layout.groups(*PARTITION)
+    replications = layout.groups(Axis.REPLICATE)
     width = len(str(topology.world_size - 1))
     lines = [
         f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
@@ -37,8 +38,11 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
     """Return nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines. Of many
     nodes the first are shown."""
     nodes = topology.nodes[:_SHOWN]
-    k, step, margin = topology.ranks_per_node, 54, 20
-    width, height = max(margin * 2 + k * step + 120, 600), margin * 2 + len(nodes) * 84 + 40
+    k = topology.ranks_per_node
+    step = 54
+    margin = 20
+    width = max(margin * 2 + k * step + 120, 600)
+    height = margin * 2 + len(nodes) * 84 + 40
     place = {
         rank: (margin + 110 + local * step + step // 2, margin + node * 84 + 36)
         for node, ranks in enumerate(nodes)

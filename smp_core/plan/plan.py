@@ -212,7 +212,8 @@ class Plan:
 
     def dealt(self, parameter: ParameterShape) -> int:
         """Return over how many ranks the experts are dealt whose parameter this is; 1: it is no experts'."""
-        degree, module = self.knobs.expert_parallel_degree, parameter.name.rpartition(".")[0]
+        degree = self.knobs.expert_parallel_degree
+        module = parameter.name.rpartition(".")[0]
         return degree if isinstance(degree, int) and degree > 1 and module in self.shapes.expert_names else 1
 
     @cached_property

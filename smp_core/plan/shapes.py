@@ -17,6 +17,7 @@ from smp_core.plan.chain.chain import Chain
 from smp_core.plan.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
 from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
+from smp_core.torch_facts import first_names
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,12 @@ class Shapes:
         """
         for name, parameter in model.named_parameters():
             _refuse_quantized(name, parameter)
-        first_names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        # Tied parameters count once, by their first name.
+        first = first_names(model)
         aliases = {
-            name: first_names[parameter]
+            name: first[parameter]
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name != first_names[parameter]
+            if name != first[parameter]
         }
         parameters = tuple(ParameterShape.of(name, parameter) for name, parameter in model.named_parameters())
         buffers = tuple(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers())

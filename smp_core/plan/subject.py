@@ -64,7 +64,10 @@ class ModelDraft(Draft):
         layout: Layout | None = None,
     ) -> None:
         super().__init__(asked)
-        self.shapes, self.cluster, self.precision, self.given = shapes, cluster, precision, given
+        self.shapes = shapes
+        self.cluster = cluster
+        self.precision = precision
+        self.given = given
         self.layout = layout or Layout()
         self.masters = self.stored_as_gathered = self.gathers = False
         self.replica_payload: CodeName | None = None
@@ -96,7 +99,8 @@ class ModelDraft(Draft):
 
     def plan(self) -> Plan:
         """Return the plan that all subjects have written."""
-        param_dtype, reduce_dtype = dtype_of(self.knobs.param_dtype), dtype_of(self.knobs.reduce_dtype)
+        param_dtype = dtype_of(self.knobs.param_dtype)
+        reduce_dtype = dtype_of(self.knobs.reduce_dtype)
         return Plan(
             knobs=self.knobs,
             shapes=self.shapes,

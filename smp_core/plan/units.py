@@ -20,7 +20,6 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 import sys
@@ -33,7 +32,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from smp_core.config import SmpConfig
+from smp_core.config import SmpConfig, did_you_mean
 from smp_core.plan.experts import experts_of
 from smp_core.torch_facts import compiled_of, embeddings_of, uncompiled
 
@@ -239,11 +238,9 @@ def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
     ]
     if not matching:
         classes = sorted({_class_name(module) for module in model.modules()})
-        near = difflib.get_close_matches(pattern, classes, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{knob}={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
-            f"Its classes: {', '.join(classes)}"
+            f"{knob}={pattern!r} matches no class name and no module name of {type(model).__name__}"
+            f"{did_you_mean(pattern, classes)}. Its classes: {', '.join(classes)}"
         )
     return matching
 

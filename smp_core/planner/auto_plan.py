@@ -27,7 +27,7 @@ from smp_core.planner.hardware import EXAMPLES, Hardware
 from smp_core.planner.search import Found, search
 from smp_core.planner.search_space import COUNT, MICRO_BATCH
 from smp_core.planner.trace import trace_built
-from smp_core.planner.trace_meter import flat
+from smp_core.planner.trace_meter import tensors_in
 from smp_core.planner.workload import Workload
 
 OPEN = ("shard_degree", "activations", "keep_between_micro_batches", "reshard_after_forward")
@@ -75,6 +75,7 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     """
     assert asked.plan is not None
     sequence, micro_batch = _batch(model, asked.plan)
+    # Which knobs are open.
     open_knobs = OPEN + (_WITH_GLOBAL_BATCH if asked.plan.global_batch else ())
     if asked.pipeline_parallel_degree > 1:
         open_knobs += ("pipeline",)
@@ -85,12 +86,14 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
         for knob in SmpConfig.knobs()
         if knob not in open_knobs or (knob in asked.given and getattr(asked, knob) != "auto")
     }
+    # The machines and the batch.
     split = math.prod(degrees_of(asked).values())
     samples = asked.plan.global_batch or micro_batch * step.accumulated * (cluster.topology.world_size // split)
     hardware = hardware_of_run(asked, cluster, step.device)
     kept = planned_states(asked.planner.optimizer, step.optimizers).bytes_of(1, 4)
     optimizer = next(name for name, states in OPTIMIZERS.items() if states.bytes_of(1, 4) == kept)
     work = Workload(sequence, samples, "trainer", optimizer)
+    # The model.
     try:
         computed = dtype_of(asked.param_dtype) if asked.param_dtype != "auto" else step.precision.param_dtype
         traced = trace_built(model, asked, sequence, computed, step.entry)
@@ -101,6 +104,7 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
             "plan='auto' chooses what is recomputed, and the model's own gradient checkpointing is on; switch it off "
             "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False))"
         )
+    # The search.
     machines = replace(cluster, device_memory=int(hardware.device.memory_gib * GIB))
     counts = {MICRO_BATCH: micro_batch, COUNT: step.accumulated}
     found = search(traced, hardware, work, {**fixed, **counts}, cluster=machines, precision=step.precision)
@@ -116,16 +120,16 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
 
 def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
     """Return tokens of a sample and samples of a micro-batch."""
-    given = flat(getattr(model, "example_input_array", None))
-    sizes = [each.shape[:2] for each in given if isinstance(each, torch.Tensor) and each.ndim > 1]
+    given = tensors_in(getattr(model, "example_input_array", None))
+    sizes = [each.shape[:2] for each in given if each.ndim > 1]
     micro_batch, sequence = sizes[0] if sizes else (None, None)
-    found = (plan.sequence or sequence, plan.micro_batch or micro_batch)
-    if found[0] is None or found[1] is None:
+    sequence, micro_batch = plan.sequence or sequence, plan.micro_batch or micro_batch
+    if sequence is None or micro_batch is None:
         raise ValueError(
             "plan='auto' has to know the batch: write plan={'sequence': tokens of a sample, 'micro_batch': samples of "
             f"the data loader's batch}}, or give the model an example_input_array [samples, tokens]; {_WITHOUT}"
         )
-    return found  # type: ignore[return-value]  # mypy does not see it through the tuple
+    return sequence, micro_batch
 
 
 def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) -> Hardware:

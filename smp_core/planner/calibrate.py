@@ -175,6 +175,7 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     layout = numbers(run.asked.get("layout"))
     if layout.get(Axis.PIPELINE, 1) > 1 and trace.uncut:
         raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
+    # Degrees, then the other knobs as the report shows them.
     asked: dict[str, Any] = {knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()}
     asked["shard_degree"] = int(math.prod(layout.get(axis, 1) for axis in PARTITION))
     for row in objects(run.asked.get("knobs")):
@@ -235,15 +236,15 @@ def _with_efficiency(fitted: Fitted, device: str, measured: float, seconds: Any)
 
 
 def _faster(fitted: Fitted, device: str, factor: float) -> Fitted:
-    products = {**fitted.products, device: min(fitted.products_of(device) * factor, 1.0)}
-    attention = {**fitted.attention, device: min(fitted.attention_of(device) * factor, 1.0)}
-    return replace(fitted, products=products, attention=attention, moving=min(fitted.moving * factor, 1.0))
+    for rate in ("products", "attention", "moving"):
+        fitted = fitted.with_share(rate, device, min(fitted.share_of(rate, device) * factor, 1.0))
+    return fitted
 
 
 def _changes(before: Fitted, after: Fitted, device: str) -> dict[str, tuple[float, float]]:
-    pairs = {
-        "products": (before.products_of(device), after.products_of(device)),
-        "attention": (before.attention_of(device), after.attention_of(device)),
-        **{name: (getattr(before, name), getattr(after, name)) for name in ("moving", "link", "network")},
-    }
-    return {name: pair for name, pair in pairs.items() if abs(pair[1] / pair[0] - 1) > 1e-3}
+    found = {}
+    for rate in ("products", "attention", "moving", "link", "network"):
+        then, now = before.share_of(rate, device), after.share_of(rate, device)
+        if abs(now / then - 1) > 1e-3:
+            found[rate] = (then, now)
+    return found

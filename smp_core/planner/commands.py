@@ -11,10 +11,9 @@ import typer
 from smp_core.outside import console, long_wait
 from smp_core.planner.calibrate import calibrate
 from smp_core.planner.dry_run import compared, dry_run_of
-from smp_core.planner.explain import as_json, as_yaml, front_table, table
+from smp_core.planner.explain import as_json, as_yaml, draw_plans, front_table, table
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.plan_picture import draw_plans
 from smp_core.planner.planner import NothingFits, plan as plan_model, within
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload

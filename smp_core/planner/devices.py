@@ -6,12 +6,13 @@ Bandwidths are of one direction. Where NVIDIA prints figures with 2:4 sparsity, 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
+
+from smp_core.config import did_you_mean
 
 _Row = TypeVar("_Row")
 
@@ -214,13 +215,9 @@ def machine_of(name: str) -> Machine:
     return _of_table(name.lower(), name, MACHINES, "kind of node")
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return a question after the nearest of the known names, for errors; "": none is near."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def _of_table(key: str, name: str, table: Mapping[str, _Row], what: str, or_else: str = "") -> _Row:
     if key not in table:
-        raise ValueError(f"unknown {what} {name!r}{meant(name, table)}. Known: {', '.join(table)}{or_else}")
+        raise ValueError(
+            f"unknown {what} {name!r}{did_you_mean(name.lower(), table)}. Known: {', '.join(table)}{or_else}"
+        )
     return table[key]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from smp_core.outside import ask_child
 from smp_core.plan import GIB, OPTIMIZERS, communicators
-from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.sent_bytes import sent_bytes
@@ -96,15 +95,15 @@ def dry_run(*questions: Question) -> list[DryRun]:
     return list(ask_child(CHILD, questions, f"the dry run of {questions[0].model!r} ended"))
 
 
-def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) -> DryRun:
-    """Run the configuration that was chosen, or another one of the ranking.
+def dry_run_of(recommended: Recommendation) -> DryRun:
+    """Run the configuration that was chosen.
 
     Raises:
         ValueError: as :func:`dry_run`; a recommendation for a trace, whose model is not known.
     """
-    chosen = candidate or recommended.chosen
     if recommended.model == "model":
         raise ValueError("a dry run needs the model; call plan() with its name instead of a trace")
+    chosen = recommended.chosen
     work, experts = recommended.workload, expert_degree(chosen.plan)
     if experts > 1:
         raise ValueError(
@@ -139,12 +138,12 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
         planned["memory, GiB"], counted["memory, GiB"] = (memory.total - memory.margin) / GIB, ran.total / GIB
         sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
         for name in sorted({*sent, *ran.sent}):
-            planned[f"{name}, GB sent"], counted[f"{name}, GB sent"] = (
-                each.get(name, 0.0) / 1e9 for each in (sent, ran.sent)
-            )
+            planned[f"{name}, GB sent"] = sent.get(name, 0.0) / 1e9
+            counted[f"{name}, GB sent"] = ran.sent.get(name, 0.0) / 1e9
         for name, value in planned.items():
             count = counted[name]
-            off = "-" if value == count else f"{value / count - 1:+.1%}" if count else "only planned"
+            off = f"{value / count - 1:+.1%}" if count else "only planned"
+            off = "-" if value == count else off
             digits = 0 if name == "communicators" else 3
             table.add_row(name, f"{value:.{digits}f}", f"{count:.{digits}f}", off)
     return table

@@ -1,14 +1,17 @@
-"""A recommendation for people and programs: the table, JSON, and the YAML file that a run takes unchanged."""
+"""A recommendation for people and programs: table, picture, JSON, and the YAML file that a run takes unchanged."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from smp_core.cluster import DEGREES
+from smp_core.outside import matplotlibs_figure
 from smp_core.plan import GIB
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.expert_bytes import expert_degree
@@ -174,11 +177,13 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     trace, plan, stage = found.trace, candidate.plan, candidate.memory.stage
     if not trace.experts:
         return None
+    # Their share of what the fullest stage holds.
     of_stage = next(each for each in states_of(plan, found.workload.states) if each.stage == stage)
     shapes = plan.split_shapes if plan.stages is None else shapes_of_stage(plan, stage).over(plan.layout.tensor)
     blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
     experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
     share = experts / shapes.elements
+    # What is sent of a model that is made of experts alone.
     apart = plan.shapes.with_experts_apart()
     own = tuple(unit for unit in apart.units.units if unit.name in apart.expert_names)
     alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))
@@ -197,6 +202,8 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
 
 def as_dict(found: Recommendation) -> dict[str, Any]:
     """Return everything in types that JSON has; the same each time for the same question."""
+    flips = [flip.words for flip in found.flips()]
+    alternatives = [_candidate(found, each) for each in found.alternatives]
     return {
         "model": found.model,
         "parameters": found.trace.parameters,
@@ -206,19 +213,21 @@ def as_dict(found: Recommendation) -> dict[str, Any]:
         "objective": found.objective,
         "considered": found.found.considered,
         "fitting": len(found.found.ranked),
-        "flips": [flip.words for flip in found.flips()],
+        "flips": flips,
         "chosen": _candidate(found, found.chosen),
-        "alternatives": [_candidate(found, each) for each in found.alternatives],
+        "alternatives": alternatives,
     }
 
 
 def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
+    memory = {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")}
+    seconds = {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")}
     return {
         "smp_config": candidate.knobs,
         "micro_batch": candidate.micro_batch,
         "micro_batches": candidate.count,
-        "memory_bytes": {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")},
-        "seconds": {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")},
+        "memory_bytes": memory,
+        "seconds": seconds,
         "band": {"share": candidate.band.share, "program": candidate.band.program},
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
@@ -277,3 +286,41 @@ def front_table(found: Recommendation) -> Table:
             "" if cost is None else f"{cost:,.0f}",
         )
     return made
+
+
+def draw_plans(found: Recommendation, path: str | os.PathLike[str]) -> None:
+    """Draw two stacked bars for each configuration, as SVG, PNG or what else the ending of ``path`` says.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    shown = [found.chosen, *found.alternatives]
+    labels = [_label(each, place) for place, each in enumerate(shown)]
+    figure = matplotlibs_figure()(figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained")
+    figure.suptitle(title(found), fontsize=9)
+    memory, time = figure.subplots(1, 2, sharey=True)
+    _bars(memory, labels, [each.memory for each in shown], MEMORY_KINDS, GIB)
+    memory.axvline(found.chosen.memory.capacity / GIB, color="black", linestyle="--")
+    memory.set_xlabel("GiB on each device; dashed: what it has")
+    _bars(time, labels, [each.time for each in shown], TIME_PARTS, 1)
+    time.set_xlabel("seconds of a step")
+    figure.savefig(path)
+
+
+def _bars(axes: Any, labels: Sequence[str], of_plans: Sequence[Any], parts: Sequence[str], unit: int) -> None:
+    places, begins = range(len(labels)), [0.0] * len(labels)
+    for part in parts:
+        widths = [getattr(each, part) / unit for each in of_plans]
+        if any(widths):
+            axes.barh(places, widths, left=begins, label=part)
+            begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set_yticks(places, labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
+
+
+def _label(candidate: Candidate, place: int) -> str:
+    return (
+        f"{'chosen' if place == 0 else place + 1}: {layout_words(candidate)}\n"
+        f"micro-batch {candidate.micro_batch} x {candidate.count}, {candidate.recomputation}"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from smp_core.cluster import Layout
 
@@ -47,24 +48,19 @@ class Fitted:
     communicator_gib: float = 0.5
     fragmentation: float = 0.05
 
-    def products_of(self, device: str) -> float:
-        """Return the share of a device's peak that matrix products reach."""
-        return self.products.get(device, self.products.get(device.split()[0], self.products[""]))
-
-    def attention_of(self, device: str) -> float:
-        """Return the share of a device's peak that attention reaches."""
-        return self.attention.get(device, self.attention.get(device.split()[0], self.attention[""]))
-
     def share_of(self, rate: str, device: str) -> float:
-        """Return the share of a "link", of the "network", or of the peak that "products" reach."""
-        share: float = self.products_of(device) if rate == "products" else getattr(self, rate)
-        return share
+        """Return the share of a rate that is reached, by its field: of a "link", or of the peak of the device that
+        "products" or "attention" reach."""
+        share = getattr(self, rate)
+        if isinstance(share, Mapping):
+            share = share.get(device, share.get(device.split()[0], share[""]))
+        return float(share)
 
     def with_share(self, rate: str, device: str, share: float) -> Fitted:
         """Return the constants with another share of a rate, as :meth:`share_of` names it."""
-        if rate == "products":
-            return replace(self, products={**self.products, device: share})
-        return replace(self, **{rate: share})  # type: ignore[arg-type]  # the others are floats
+        before = getattr(self, rate)
+        changed: Any = {**before, device: share} if isinstance(before, Mapping) else share
+        return replace(self, **{rate: changed})
 
 
 FITTED = Fitted()

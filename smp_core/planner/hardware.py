@@ -97,13 +97,9 @@ class Hardware:
 
     def cluster(self) -> Cluster:
         """Return the facts that decisions use. Measured links only: data sheets are no reason to leave a default."""
-        return Cluster(
-            Topology.uniform(self.devices, self.ranks_per_node),
-            "cuda",
-            int(self.device.memory_gib * GIB),
-            int(self.host_gib * GIB),
-            self.measured,
-        )
+        topology = Topology.uniform(self.devices, self.ranks_per_node)
+        memory, host_memory = int(self.device.memory_gib * GIB), int(self.host_gib * GIB)
+        return Cluster(topology, "cuda", memory, host_memory, self.measured)
 
     @cached_property
     def links(self) -> Links:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.config import did_you_mean
 from smp_core.outside import how_to_install, read_json
-from smp_core.plan import Entry, example_of
-from smp_core.planner.devices import meant
+from smp_core.plan import Entry, call_with, example_of
 from smp_core.planner.known_models import KNOWN_MODELS, known_model
-from smp_core.planner.trace_meter import flat
+from smp_core.planner.trace_meter import tensors_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
         return _with_adapters(build(base, sequence, fields), rank)
     if fields is not None:
         return _of_fields(dict(fields), sequence)
+    # Where it may be: a folder, a file, the cache of the hub.
     path = Path(words)
     if path.is_dir():
         path = path / "config.json"
@@ -95,13 +96,14 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
+    # It is nowhere: say what could have been meant.
     download = ""
     if _ON_HUB.fullmatch(words):
         download = (
             f" Its configuration alone is enough: `hf download {words} config.json` puts it into the hub's cache "
             "(after `hf auth login`, where the owner grants access), where this command looks for it."
         )
-    nearest = meant(words.rpartition("/")[2], KNOWN_MODELS)
+    nearest = did_you_mean(words.rpartition("/")[2].lower(), KNOWN_MODELS)
     raise ValueError(
         f"model {words!r} is no file and no known name{nearest}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
         "the config.json of a Transformers model, or package.module:function"
@@ -236,8 +238,9 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
         empty = torch.empty(tensor.shape, dtype=own, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
     # Other tensors, an example for one, stay what they are.
-    others = (each for module in root.modules() for value in vars(module).values() for each in flat(value))
-    memo |= {id(each): each for each in others if isinstance(each, torch.Tensor) and id(each) not in memo}
+    for module in root.modules():
+        for tensor in tensors_in(list(vars(module).values())):
+            memo.setdefault(id(tensor), tensor)
     copy: Any = deepcopy(root, memo)
     if inner is not None:
         copy.config.use_cache = False
@@ -300,13 +303,7 @@ def _of_function(module: str, name: str, words: str) -> Source:
     if hasattr(model, "training_step"):
         step: Any = model.training_step
         return Source(model, batch, lambda batch: _loss_of(step(batch, 0)), "steps")
-    return Source(model, batch, lambda batch: _loss_of(_called(model, batch)))
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    return Source(model, batch, lambda batch: _loss_of(call_with(model, batch)))
 
 
 def _loss_of(output: Any) -> torch.Tensor:

@@ -129,13 +129,14 @@ class Instants:
         found: list[tuple[tuple[float, float, float, float], ...]] = []
         attending: list[tuple[tuple[float, float, float, float, bool], ...]] = []
         for reached in range(FORWARD + 1):
-            each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
-            if not each[0]:
+            rows = _of_the_same([_while(reached, run) for run in runs])
+            if not rows:
                 found.append(((0.0, 0.0, 0.0, 0.0),))
                 attending.append(())
                 continue
-            lives = list(zip(*([live for _, live, *_ in run] for run in each), strict=True))
-            held = [gradients for _, _, gradients, _ in each[0]]
+            lives = [(one[1], two[1], half[1]) for one, two, half in rows]
+            held = [one[2] for one, *_ in rows]
+            # Which instants are the highest depends on the batch, and on how much of activations a rank holds.
             highest = set()
             for samples, length, share in itertools.product(_SAMPLES, _LENGTHS, _SHARES):
                 x, y, z = (share * weight for weight in _weights(samples, length))
@@ -143,15 +144,15 @@ class Instants:
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
             found.append(tuple((*lives[at], held[at]) for at in places))
-            operators = [(at, name) for at, (*_, name) in enumerate(each[0]) if "attention" in name]
+            # Attention may take more than was traced, so that all its instants can be the highest.
+            operators = [(at, one[3]) for at, (one, *_) in enumerate(rows) if "attention" in one[3]]
             attending.append(tuple((*lives[at], held[at], "backward" in name) for at, name in operators))
         return cls(tokens, tuple(found), kept, tuple(attending))
 
     def kept_at(self, samples: int, tokens: float) -> float:
         """Return the bytes of activations that a block keeps of its forward."""
-        return sum(
-            weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
-        )
+        weights = _weights(samples, tokens / self.tokens)
+        return sum(weight * kept for weight, kept in zip(weights, self.kept, strict=True))
 
     def highest(self, reached: int, samples: int, tokens: float, beside: _Pair = (0.0, 0.0)) -> _Pair:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
@@ -201,22 +202,31 @@ def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun)
     def at(a: float, b: float) -> int:
         return round(b + weight * (a - b))
 
-    pairs = zip(*_of_the_same([one.instants, other.instants]), strict=True)
-    instants = [
-        (reached, at(live, lives), at(held, helds), name) for (reached, live, held, name), (_, lives, helds, _) in pairs
-    ]
+    instants = []
+    for (reached, live, held, name), (_, lives, helds, _) in _of_the_same([one.instants, other.instants]):
+        instants.append((reached, at(live, lives), at(held, helds), name))
     return SplitRun(instants, at(one.kept, other.kept))
 
 
+def _while(reached: int, run: list[Instant]) -> list[Instant]:
+    return [instant for instant in run if instant[0] == reached]
+
+
+def _names(run: list[Instant]) -> list[str]:
+    return [name for *_, name in run]
+
+
 def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
-    """Leave out what not all runs have: operations that depend on the number of samples or tokens."""
-    names = [[name for *_, name in run] for run in runs]
-    places = {place: [place] for place in range(len(runs[0]))}
-    for other in names[1:]:
-        matches = difflib.SequenceMatcher(None, names[0], other, autojunk=False).get_matching_blocks()
-        match = {first + i: second + i for first, second, size in matches for i in range(size)}
-        places = {place: [*found, match[place]] for place, found in places.items() if place in match}
-    return [[run[found[number]] for found in places.values()] for number, run in enumerate(runs)]
+    """Return the instants of all runs, operation by operation, without operations that not all runs have: those depend
+    on the number of samples or tokens."""
+    rows = {place: [instant] for place, instant in enumerate(runs[0])}
+    for run in runs[1:]:
+        same: dict[int, Instant] = {}
+        matcher = difflib.SequenceMatcher(None, _names(runs[0]), _names(run), autojunk=False)
+        for begin, there, size in matcher.get_matching_blocks():
+            same |= {begin + i: run[there + i] for i in range(size)}
+        rows = {place: [*row, same[place]] for place, row in rows.items() if place in same}
+    return list(rows.values())
 
 
 def _weights(samples: int, length: float) -> tuple[float, float, float]:

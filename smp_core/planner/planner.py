@@ -190,6 +190,7 @@ def within(found: Recommendation, days: float | None, budget: float | None) -> R
         assert of_all is not None
         return (days is None or of_all <= days) and (budget is None or cost is None or cost <= budget)
 
+    # Fewer nodes as long as a plan fits; more as long as that is faster.
     tried = found.front()
     while days is not None and not suits(tried[0]) and tried[0].hardware.nodes * 2 <= _MOST_NODES:
         more = found.on(tried[0].hardware.nodes * 2)

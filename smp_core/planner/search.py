@@ -192,7 +192,7 @@ class _Search:
         self.best_of: dict[tuple[Layout, str], float] = {}  # by degrees and recomputation
         self.shared: dict[Any, Any] = {}  # between models of steps
         flops = model_flops(self.trace, self.workload.global_batch, self.workload.sequence)
-        self.of_all = (flops, self.hardware.device.flops, self.workload.tokens_of_step)
+        self.of_all = (flops, self.hardware.device.flops, self.workload.sequence * self.workload.global_batch)
         self.found = Found()
 
     def look(self) -> Found:
@@ -210,7 +210,9 @@ class _Search:
                 self.found.indivisible.add(data)
                 continue
             choices = list(self.space.later_knobs(stages))  # the sparest is the last
-            near = [[each for each in batches if not self._is_too_long(layout, knobs, each)] for knobs in choices]
+            near = []
+            for knobs in choices:
+                near.append([each for each in batches if not self._is_too_long(layout, knobs, each)])
             all_knobs = list(self.space.states_of(layout, samples > batches[0].size))
             self.found.considered += len(all_knobs) * len(choices) * len(batches)
             if any(near):

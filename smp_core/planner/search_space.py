@@ -15,7 +15,7 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.time import computed_seconds
 from smp_core.planner.workload import Workload
-from smp_core.topology import Topology
+from smp_core.topology import Topology, divisors, listed
 
 MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
 EXPERTS = "expert_parallel_degree"
@@ -97,11 +97,11 @@ class SearchSpace:
         asked, k, world = self.fixed.get(EXPERTS, 1), self.hardware.ranks_per_node, self.hardware.devices
         counts = {site.experts for site in self.trace.shapes["none"].experts}
         common = math.gcd(world, *counts)
-        allowed = [n for n in range(1, common + 1) if common % n == 0 and (k % n == 0 or n % k == 0)]
+        allowed = [n for n in divisors(common) if k % n == 0 or n % k == 0]
         if counts and isinstance(asked, int) and asked not in allowed:
             raise ValueError(
                 f"{EXPERTS}={asked} does not divide the {' and '.join(map(str, counts))} experts of a layer and the "
-                f"{world} devices, or is of parts of nodes of {k}; write {', '.join(map(str, allowed))}, 'node' or "
+                f"{world} devices, or is of parts of nodes of {k}; write {listed(allowed)}, 'node' or "
                 "'auto'"
             )
 
@@ -121,7 +121,7 @@ class SearchSpace:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
         heads, words, unsplit = self.trace.heads, self.trace.vocabulary, self.trace.split.unsplit
-        takes = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in unsplit]
+        takes = [n for n in divisors(k) if n > 1 and heads and heads % n == 0 and n not in unsplit]
         wide = [n for n in takes if words % n == 0]  # with whole embeddings only where it is fixed: a longer search
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
@@ -162,7 +162,7 @@ class SearchSpace:
         sites = self.trace.shapes["none"].experts
         common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
         takes = self.trace.experts and not any(site.problem for site in sites)
-        inside = [n for n in range(1, common + 1) if common % n == 0] if takes else [1]
+        inside = divisors(common) if takes else [1]
         degrees: list[int] = self._open(EXPERTS, inside)
         is_open = tensor > 1 and "tensor_parallel_degree" not in self.fixed
         if is_open and isinstance(degrees[0], int) and ranks_per_node < degrees[0] <= self.hardware.ranks_per_node:
@@ -210,14 +210,15 @@ class SearchSpace:
         for keep in self._open("keep_between_micro_batches", kept):
             for copy in self._open("reshard_after_forward", copies if keep == "shards" else ["auto"]):
                 for states in self._open("optimizer_shard", ["shard", *(["world"] if over_world else [])]):
-                    named = {
+                    yield {
                         **layout,
                         "param_dtype": dtype,
                         "keep_between_micro_batches": keep,
                         "reshard_after_forward": copy,
                         "optimizer_shard": states,
+                        **self.fixed,
+                        EXPERTS: layout[EXPERTS],
                     }
-                    yield {**named, **self.fixed, EXPERTS: layout[EXPERTS]}
 
     def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
         """Yield the knobs that change no model states: recomputation, the loss's chunks, the pipeline's schedule."""

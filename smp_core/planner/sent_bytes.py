@@ -22,6 +22,7 @@ from smp_core.planner.context_bytes import exchanges, keys_and_values
 from smp_core.planner.expert_bytes import TokenBytes, token_bytes
 from smp_core.planner.fp8_figures import amax_bytes
 from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.stage_part import token_ranks
 from smp_core.planner.step_memory import recomputation
 
 # Gathers and sums of a block's tensor ranks that are made again in backward, by way of recomputation.
@@ -166,13 +167,12 @@ class _Sent:
 
     def _messages(self, inputs: float, stages: Stages) -> None:
         """Count activations to the next stage, and their gradients to the one before, of each chunk."""
-        split = self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
         chunks = stages.chunks(self.stage)
         forward = sum(chunk < stages.n_chunks - 1 for chunk in chunks)
         backward = sum(chunk > 0 for chunk in chunks)
         ranks = self.plan.cluster.topology.world_size // stages.count
         link = "inter" if ranks * (stages.count - 1) >= self.per_node else "intra"
-        self._add("pipeline", link, (forward + backward) * inputs / split)
+        self._add("pipeline", link, (forward + backward) * inputs / token_ranks(self.plan))
 
     def _vectors(self, row_bytes: float) -> float:
         """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and

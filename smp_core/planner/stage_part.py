@@ -31,7 +31,6 @@ class StagePart:
         block_elements: of them in each block.
         root: of them outside of blocks; ``behind`` of these work behind the blocks.
         is_first, is_last: whether it has what comes before the blocks, and behind them.
-        is_whole: there are no stages.
     """
 
     stage: int
@@ -43,7 +42,6 @@ class StagePart:
     behind: float
     is_first: bool = True
     is_last: bool = True
-    is_whole: bool = True
 
     @classmethod
     def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
@@ -55,7 +53,7 @@ class StagePart:
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1
         root = elements - blocks * of_block
         behind = root if is_last else 0.0
-        return cls(stage, blocks, max(sizes), elements, of_block, root, behind, stage == 0, is_last, False)
+        return cls(stage, blocks, max(sizes), elements, of_block, root, behind, stage == 0, is_last)
 
     def kept(self, plan: Plan, in_stages: int) -> int:
         """Return the most blocks whose activations wait for backward at one time, those of several micro-batches
@@ -88,6 +86,11 @@ def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> t
         own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
         found.append(StageStates(stage, estimate(own, optimizer), gradient_bytes(own)))
     return tuple(found)
+
+
+def token_ranks(plan: Plan) -> int:
+    """Return over how many tensor ranks the tokens between blocks are split."""
+    return plan.layout.tensor if plan.knobs.tensor_parallel.sequence_parallel else 1
 
 
 def shapes_of_stage(plan: Plan, stage: int) -> Shapes:

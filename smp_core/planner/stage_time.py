@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from smp_core.plan import Plan, chunks_of, computations
 from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
-from smp_core.planner.stage_part import StagePart
+from smp_core.planner.stage_part import StagePart, token_ranks
 from smp_core.planner.time import PHASES, Place, StepModel, StepTime, computing_seconds, exposed_seconds, in_places
 
 _ROUNDS = 3
@@ -100,23 +100,23 @@ class StagedModel(StepModel):
         if cut not in self._shared:
             self._shared[cut] = [StagePart.of(plan, trace, stage) for stage in range(plan.stages.count)]
         self.parts: list[StagePart] = self._shared[cut]
+        # Gathers and sums of each stage's root; most stages have the same.
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
-        gathers = {n: of.partition("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
+        gathers = {n: of.over("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
         of_trained = trace.trained[1] * self.reduced
-        sums = {n: of.partition("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
+        sums = {n: of.over("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
         hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
-        root_gather = [gathers[n] for n in sharded]
-        root_sum = [sums[n] for n in sharded]
         self.root_hop = [hops[n] for n in roots]
+        # On which nodes stages are, and what messages between them take.
         self.ranks = layout.world_size // layout.pipeline
         self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
         self.latencies = self._wires(0.0)
         # What a computation waits for once, by stage and place.
-        begun = [[each * (root + self.gather[0]) for each in self.opens] for root in root_gather]
-        ended = [[each * root for each in self.closes] for root in root_sum]
+        begun = [_in_places(self.opens, gathers[n] + self.gather[0]) for n in sharded]
+        ended = [_in_places(self.closes, sums[n]) for n in sharded]
         self.ends = (begun, ended)
-        self._known: dict[int, _OfSize] = {}
+        self._of_size = cache(self._measured)
 
     def step(self, micro_batch: int, count: int, in_stages: int | None = None) -> StepTime:
         """Return the time of a step of ``count`` micro-batches.
@@ -132,6 +132,7 @@ class StagedModel(StepModel):
         table = self._seconds(of_size)
         wires = self._wires(self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
         replicas = [part.blocks * of_size.hop + own for part, own in zip(self.parts, self.root_hop, strict=True)]
+        # Batches one after another: each begins when all stages have ended the one before.
         ends = [0.0] * stages.count
         for place, times in zip(Place, in_places(batches), strict=True):
             if not times:
@@ -139,6 +140,7 @@ class StagedModel(StepModel):
             found = played(asked.schedule, stages.count, together, _of_batch(table, place), wires, self.latencies)
             is_last = place in (Place.LAST, Place.ONLY)
             ends = [max(ends) + times * (end if is_last else max(found)) for end in found]
+        # Behind the last one sums over replicas, and the optimizer. The busiest stage waits where it is not busy.
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
         busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
@@ -197,11 +199,6 @@ class StagedModel(StepModel):
         """Return the seconds of a stage behind its last backward: sums over replicas, and the optimizer."""
         return part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
 
-    def _of_size(self, micro_batch: int) -> _OfSize:
-        if micro_batch not in self._known:
-            self._known[micro_batch] = self._measured(micro_batch)
-        return self._known[micro_batch]
-
     def _measured(self, micro_batch: int) -> _OfSize:
         held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
         block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
@@ -210,18 +207,21 @@ class StagedModel(StepModel):
         if key not in self._shared:
             self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
         computing, around = self._shared[key]
+        # What a block waits for in forward and in backward, whatever the micro-batch's place in the step.
         split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
         of_tokens = self._expert_seconds(micro_batch, held)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
         of_split = split / passes, split * (passes - 1) / passes
-        of_block = []
+        # With gathers and reductions, which are of some places only.
+        of_block, totals = [], []
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
             others = (of_split[way], of_shared[way], copies, of_tokens[way])
             of_block.append([(computing[way], each, *others) for each in waited])
+            totals.append([sum(parts) for parts in of_block[way]])
         # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
-        return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], self.hop[0])
+        return _OfSize(of_block, around, totals, self.hop[0])
 
     def _seconds(self, of_size: _OfSize) -> list[float]:
         """Return the seconds of each kind of computation."""
@@ -249,7 +249,7 @@ class StagedModel(StepModel):
     def _message_bytes(self, micro_batch: int, held: float) -> float:
         """Return the bytes of an activation between two stages."""
         inputs = self.trace.block["full"].at(micro_batch, held).kept
-        return inputs / (self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1)
+        return inputs / token_ranks(self.plan)
 
     def _wires(self, n_bytes: float) -> list[float]:
         """Return the seconds of a message between each two stages, stage by stage."""
@@ -281,15 +281,17 @@ class StagedModel(StepModel):
         found = [0.0] * 6
         for way in range(2):
             for place, weight in enumerate(in_places(count)):
-                of_block = of_size.of_block[way][place]
-                found = [
-                    total + weight * self.parts[stage].blocks * seconds
-                    for total, seconds in zip(found, of_block, strict=True)
-                ]
+                times, of_block = weight * self.parts[stage].blocks, of_size.of_block[way][place]
+                found = [total + times * seconds for total, seconds in zip(found, of_block, strict=True)]
                 found[1] += weight * stages.per_stage * self.ends[way][stage][place]
             found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
             found[0] += count * (of_size.around[way][1] if stage == stages.count - 1 else 0.0)
         return found
+
+
+def _in_places(happens: Sequence[bool], seconds: float) -> list[float]:
+    """Return what is waited for at each place of a micro-batch in the step: where it happens."""
+    return [each * seconds for each in happens]
 
 
 def _of_batch(totals: Sequence[float], place: Place) -> list[float]:
@@ -316,12 +318,14 @@ def played(
         seconds: of computations, as :class:`_Turn` numbers them.
         wires: of messages from stage to stage, latencies included; ``latencies``: of these.
     """
+
+    def played_of(count: int) -> list[float]:
+        return _played(_turns(schedule, stages, count), stages, seconds, wires, latencies)
+
     most = _ROUNDS * stages
     if micro_batches <= most:
-        return _played(_turns(schedule, stages, micro_batches), stages, seconds, wires, latencies)
-    ends, before = (
-        _played(_turns(schedule, stages, n), stages, seconds, wires, latencies) for n in (most, most - stages)
-    )
+        return played_of(micro_batches)
+    ends, before = played_of(most), played_of(most - stages)
     rounds = (micro_batches - most) / stages
     return [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
 
@@ -355,6 +359,7 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
                 step = steps[0]
                 before, further = (-1, 1) if step.is_forward else (1, -1)
                 key = (step.is_forward, step.chunk + before, step.micro_batch)
+                # What it waits for is not among the turns yet.
                 if 0 <= step.chunk + before < chunks and key not in places:
                     break
                 kind = ((not step.is_forward) * chunks + step.chunk) * len(Place)
@@ -370,4 +375,6 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
 def _place(micro_batch: int, count: int) -> int:
     if count == 1:
         return Place.ONLY
-    return Place.FIRST if micro_batch == 0 else Place.LAST if micro_batch == count - 1 else Place.BETWEEN
+    if micro_batch == 0:
+        return Place.FIRST
+    return Place.LAST if micro_batch == count - 1 else Place.BETWEEN

@@ -47,7 +47,7 @@ from smp_core.planner.expert_bytes import dealt_elements, token_bytes
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.fp8_figures import gathered_bytes, kept_bytes, state_bytes
 from smp_core.planner.model_trace import FORWARD, LEFT, ModelTrace
-from smp_core.planner.stage_part import StagePart, StageStates, states_of
+from smp_core.planner.stage_part import StagePart, StageStates, states_of, token_ranks
 
 MEMORY_KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other", "margin")
 
@@ -171,8 +171,9 @@ class _Points:
         self.plan, self.states, self.trace, self.frees = plan, of_stage.memory, trace, frees
         self.count, self.in_stages = batch.count, batch.in_stages
         self.part, self.sums = StagePart.of(plan, trace, of_stage.stage), of_stage.gradients
-        self.tensor = plan.layout.tensor
+        self.tensor, self.split = plan.layout.tensor, token_ranks(plan)
         mode = recomputation(plan)
+        # What was traced: of split layers, or shares of unsplit ones.
         self.left = trace.rest[mode].at(micro_batch, held).left
         inputs = trace.block["full"].at(micro_batch, held).kept
         split = trace.split.instants.get((self.tensor, mode)) if self.split > 1 else None
@@ -189,6 +190,7 @@ class _Points:
             self.kept = self.block_kept / self.tensor + gathered
         else:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
+        # What a block keeps beside it for tokens on their way to experts, and for FP8 layers.
         exchange = token_bytes(plan, trace, micro_batch, held)
         self.is_dealt = exchange is not None
         if exchange is not None and mode != "none":
@@ -207,7 +209,9 @@ class _Points:
         blocks = kept_blocks(self.plan, self.part.chunk)
         states = self.states
         at_work = states.optimizer_states - self.sums.of_masters
-        earlier = 0 if self.count == 1 else self.sums.held if self.plan.keeps_gradients else self.sums.sums
+        earlier = self.sums.held if self.plan.keeps_gradients else self.sums.sums
+        if self.count == 1:
+            earlier = 0
         points = []
         if self.part.is_last:
             for reached in (FORWARD, 0):
@@ -241,7 +245,7 @@ class _Points:
 
     def _waiting(self) -> float:
         """Return the activations of other micro-batches on this stage, and of what is sent and received."""
-        if self.part.is_whole:
+        if self.plan.stages is None:
             return 0.0
         others = self.part.kept(self.plan, self.in_stages) - self.part.chunk
         calls = others / self.part.chunk  # forwards that wait
@@ -258,11 +262,6 @@ class _Points:
         of_loss = self.inputs if chunked else self.left / self.trace.rest_degree(self.tensor)
         return (self.in_stages - 1) * of_loss
 
-    @property
-    def split(self) -> int:
-        """Over how many tensor ranks the tokens between blocks are split."""
-        return self.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
-
     def _late(self, blocks: int, at_work: float) -> list[_Point]:
         """Return the points at which all blocks but the first, or all, are reduced."""
         states, of_root, waiting = self.states, self.sizes.root_share, self.waiting
@@ -274,17 +273,15 @@ class _Points:
         own = 0.0 if adds else self.sizes.reduced_part
         held = of_root * self.sums.held if self.count > 1 else 0.0
         first = self._working(2) + min(2, blocks) * self.kept + waiting
+        first_sums = sums - own + held + self._held(2)
+        # In the one before the first there are no sums of either.
         before_first = self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
+        before_gathered = self._gathered(max(self.part.blocks - 1, 1))
+        before_sums = max(sums - 2 * own, 0.0) + held + self._held(2)
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
-            _Point(first, self._gathered(self.part.blocks), sums - own + held + self._held(2), at_work, reduced),
-            _Point(
-                before_first,
-                self._gathered(max(self.part.blocks - 1, 1)),
-                max(sums - 2 * own, 0.0) + held + self._held(2),
-                at_work,
-                reduced,
-            ),
+            _Point(first, self._gathered(self.part.blocks), first_sums, at_work, reduced),
+            _Point(before_first, before_gathered, before_sums, at_work, reduced),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
         if self.part.is_first:
@@ -314,7 +311,7 @@ class _Points:
             return self.states.gathered
         blocks, block, kept = self.part.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
         # With stages other micro-batches have gone forward meanwhile, for which all blocks are there again.
-        freed = reached if self.part.is_whole else 0
+        freed = reached if self.plan.stages is None else 0
         if kept is False:
             # Each is freed after its backward. The buffer is there where blocks were gathered in this forward: in the
             # first of several micro-batches, too, but that has no sums yet, which are larger.
@@ -324,12 +321,12 @@ class _Points:
         copies = self.sizes.copied / kept if type(kept) is int else 0.0
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
-            return root + (0.0 if self.part.is_whole else copies * blocks)
+            return root + (0.0 if self.plan.stages is None else copies * blocks)
         # FSDP2 holds on to the last gather's buffer until backward gathers ahead, which it does while there is a block.
-        ahead = not self.is_alone and not (self.part.is_whole and reached == blocks)
+        ahead = not self.is_alone and not (self.plan.stages is None and reached == blocks)
         at_work = min((reached > 0) + ahead, self.part.chunk)
         # Parts go when the gather from them begins, also that of the block ahead.
-        if ahead and self.part.is_whole:
+        if ahead and self.plan.stages is None:
             freed += 1
         return root + at_work * block + copies * (blocks - freed)
 

@@ -78,8 +78,8 @@ def computing_seconds(figures: Figures, phase: str, tensor: int, hardware: Hardw
     the reading of all experts' matrices."""
     products, attention, moved, experts, weights = (getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED)
     device, fitted = hardware.device, hardware.fitted
-    of_products = device.flops * fitted.products_of(device.name)
-    of_attention = device.flops * fitted.attention_of(device.name)
+    of_products = device.flops * fitted.share_of("products", device.name)
+    of_attention = device.flops * fitted.share_of("attention", device.name)
     bandwidth = device.hbm * fitted.moving
     by_experts = max(experts / of_products, weights / bandwidth)
     return products / of_products + by_experts + context * attention / of_attention + moved / bandwidth
@@ -126,25 +126,29 @@ class StepModel:
         self.plan, self.trace, self.hardware, self.tokens = plan, trace, hardware, tokens
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
         self.collectives = _GroupCollectives(plan, hardware)
+        # Elements of a block and of the root, as one tensor rank holds them, and those of them that are trained.
         first = plan.shapes.first_trained
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
         of_root = plan.split_shapes.elements - trace.blocks * of_blocks
         trained = [share * n for share, n in zip(trace.trained, (of_blocks, of_root), strict=True)]
         self.trained = (trace.blocks * trained[0] + trained[1]) / plan.split_shapes.elements
-        knobs = plan.knobs
-        spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
-        spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
-        spare_hop = compression(plan.replica_payload, reduced, max(int(of_blocks), 1))
+        # What is left of their bytes between nodes.
+        knobs, elements = plan.knobs, max(int(of_blocks), 1)
+        spare_gather = compression(knobs.compression.gather, gathered, elements)
+        spare_sum = compression(knobs.compression.reduce_codes, reduced, elements)
+        spare_hop = compression(plan.replica_payload, reduced, elements)
         of, kept, self.experts = self.collectives, knobs.reshard_after_forward, expert_degree(plan)
         whole, dealt = dealt_elements(plan, trace)
         # Blocks and the root; experts that are dealt to ranks are units of their own, gathered over fewer ranks.
         of_block, of_experts = gathered_bytes(plan, trace)
         summed = (of_blocks - whole) * trace.trained[0] * reduced.itemsize
-        self.gather = [of.partition("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
-        self.sum = [of.partition("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
+        self.gather = [of.over("all_gather", n, spare_gather) for n in (of_block, of_root * gathered.itemsize)]
+        self.sum = [of.over("reduce_scatter", n, spare_sum) for n in (summed, trained[1] * reduced.itemsize)]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        again = of.inside(of_block) if type(kept) is int else self.gather[0]
+        again = self.gather[0]
+        if type(kept) is int:  # from the node's own copy
+            again = of.over("all_gather", of_block, degree=min(of.degree, of.per_node))
         if self.experts > 1:
             exactly = of.same_experts("all_gather", of_experts)
             self.gather[0] += exactly
@@ -164,6 +168,7 @@ class StepModel:
 
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch`` samples on each rank."""
+        # Computing: all blocks, and what comes before and behind them.
         held = self.tokens / self.plan.layout.context
         rest = self.trace.rest[self.mode].at(micro_batch, held)
         block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
@@ -173,6 +178,7 @@ class StepModel:
         if self.plan.knobs.chunked_cross_entropy is not None:
             of_rest += of_rests[0]  # logits are made again in backward
         compute = count * (self.trace.blocks * (forward + backward) + of_rest)
+        # What is waited for beside it.
         gathers, replicas = self._waiting(forward, backward, count)
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
         context = count * self.trace.blocks * sum(self._context_seconds(block))
@@ -212,8 +218,8 @@ class StepModel:
         if degree == 1:
             return 0.0, 0.0
         whole = keys_and_values(self.plan, block)
-        gather = self.collectives.over("all_gather", degree, whole)
-        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", degree, summed * whole)
+        gather = self.collectives.over("all_gather", whole, degree=degree)
+        return gather, (gathers - 1) * gather + self.collectives.over("reduce_scatter", summed * whole, degree=degree)
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in forward, where numbers of rows go
@@ -268,10 +274,6 @@ class _GroupCollectives:
         self.scatters = plan.knobs.optimizer_shard == "world"
         self.experts = expert_degree(plan)
 
-    def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
-        """Return the seconds of a collective over a partition group."""
-        return self.over(kind, self.degree, n_bytes, spared)
-
     def same_experts(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective in one stage over the ranks with the same experts. On each node others do
         the same beside them."""
@@ -286,10 +288,6 @@ class _GroupCollectives:
     def tokens(self, ranks: int, nodes: int, inside: float, across: float) -> float:
         """Return the seconds of one exchange of rows: over the ranks on a node, and over nodes."""
         return self._seconds("intra", "all_gather", ranks, inside) + self._between("all_gather", nodes, across)
-
-    def inside(self, n_bytes: float) -> float:
-        """Return the seconds of a gather over the ranks of a partition group on one node."""
-        return self._seconds("intra", "all_gather", min(self.degree, self.per_node), n_bytes)
 
     def everywhere(self, n_bytes: float) -> float:
         """Return the seconds of a sum over all ranks, inside nodes and between them; 0 of nothing."""
@@ -324,9 +322,9 @@ class _GroupCollectives:
             seconds += self._between(kind, replicas // together, held / together * spared)
         return seconds
 
-    def over(self, kind: Kind, degree: int, n_bytes: float, spared: float = 1.0) -> float:
-        """Return the seconds of a collective over so many neighbours in the order of partition groups."""
-        k = self.per_node
+    def over(self, kind: Kind, n_bytes: float, spared: float = 1.0, degree: int | None = None) -> float:
+        """Return the seconds of a collective over so many neighbours in a partition group; None: over all of it."""
+        k, degree = self.per_node, degree or self.degree
         if degree <= k:
             return self._seconds("intra", kind, degree, n_bytes)
         if self.in_stages or k == 1:

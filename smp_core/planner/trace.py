@@ -33,17 +33,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from smp_core.activations import selective_contexts
 from smp_core.config import Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
 from smp_core.outside import ask_child
-from smp_core.plan import Entry, Shapes, is_kept
+from smp_core.plan import Entry, Shapes
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
 from smp_core.planner.model_trace import LEFT, Curve, Instants, ModelTrace, SplitTrace, in_dtype
-from smp_core.planner.trace_meter import TraceMeter, flat, local
-from smp_core.torch_facts import embeddings_of
+from smp_core.planner.trace_meter import TraceMeter, tensors_in
+from smp_core.torch_facts import embeddings_of, local_part
 
 logger = logging.getLogger("smp")
 
@@ -215,6 +216,8 @@ def _traced(
         block[mode] = Curve(tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs))
         rest[mode] = Curve(tokens, *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs))
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
+    experts = frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks)
+    early = Curve(tokens, *(meter.early for meter in one["full"]))
     if of_split.dims is not None:
         shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
     return ModelTrace(
@@ -226,10 +229,10 @@ def _traced(
         instants,
         heads if source.splits else 0,
         _vocabulary(source, outside),
-        Curve(tokens, *(meter.early for meter in one["full"])),
+        early,
         chain if isinstance(chain, str) else "",
         of_split,
-        experts=frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks),
+        experts=experts,
         unpadded=source.unpadded,
         untraced=untraced,
         product_inputs=product_inputs,
@@ -360,7 +363,7 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    own = {p: local(p) for p in model.parameters()}
+    own = {p: local_part(p) for p in model.parameters()}
     of_rest = [own[p].shape for p in own if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
     meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
     for tensor in [*own.values(), *model.buffers()]:
@@ -371,7 +374,7 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     forwards = [vars(block).get("forward") for block in blocks]  # of split layers
     for block in blocks:
         if mode != "none":
-            contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+            contexts: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
     try:
         with meter:
@@ -407,7 +410,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def of_block(reached: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
-            first = next(each for each in flat(output) if isinstance(each, torch.Tensor))
+            first = next(tensors_in(output))
             meter.note_block(first)
             if first.requires_grad:
                 first.register_hook(note_backward(reached))
@@ -416,11 +419,11 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            meter.is_gradient(local(parameter.grad))
+            meter.is_gradient(local_part(parameter.grad))
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
         meter.has_entered = True
-        first = next((each for each in flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
+        first = next(tensors_in([args, kwargs]), None)
         if first is not None and first.requires_grad:
             first.register_hook(note_backward(LEFT))
 
@@ -431,13 +434,6 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
     return handles
-
-
-def _selective() -> Any:
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def trace(words: str, tokens: int) -> ModelTrace:

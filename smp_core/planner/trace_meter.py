@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.flop_counter import flop_registry
 
+from smp_core.checkpoint import iterate_tensors
 from smp_core.planner.model_trace import FORWARD, LEFT, Figures, Instant
 
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
@@ -54,7 +55,7 @@ class TraceMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # An operator that gives no tensor and changes none asks for a device or a size: it reads no values, and how
         # often it is asked depends on what fake tensors remember.
-        tensors = [each for each in flat(result) if isinstance(each, torch.Tensor)]
+        tensors = list(tensors_in(result))
         if not func.is_view and (tensors or func._schema.is_mutable):  # _schema: no public name for what it changes
             self._count(func, args, kwargs or {}, result, tensors)
         for tensor in tensors:
@@ -106,8 +107,7 @@ class TraceMeter(TorchDispatchMode):
         elif packet in flop_registry:
             self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
         elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
-            read = [each for each in flat(args) if isinstance(each, torch.Tensor)]
-            self._add("moved", sum(each.numel() * each.itemsize for each in [*read, *tensors]))
+            self._add("moved", sum(each.numel() * each.itemsize for each in [*tensors_in(args), *tensors]))
 
     def _count_grouped(
         self, products: int, rows: torch.Tensor, matrices: torch.Tensor, made: list[torch.Tensor]
@@ -162,15 +162,6 @@ class TraceMeter(TorchDispatchMode):
         self._watchers.pop(address, None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def flat(value: Any) -> list[Any]:
-    """Return what a nest of tuples, lists and mappings holds."""
-    if isinstance(value, (tuple, list)):
-        return [inner for each in value for inner in flat(each)]
-    if isinstance(value, Mapping):
-        return [inner for each in value.values() for inner in flat(each)]
-    return [value]
+def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nest of tuples, lists and mappings."""
+    return (tensor for _, tensor in iterate_tensors(nest, mapping=Mapping))

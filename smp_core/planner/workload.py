@@ -41,7 +41,3 @@ class Workload:
     @property
     def states(self) -> OptimizerStates:
         return OPTIMIZERS[self.optimizer]
-
-    @property
-    def tokens_of_step(self) -> int:
-        return self.sequence * self.global_batch

@@ -180,7 +180,8 @@ def _groups(runs: Sequence[Run], charts: Charts) -> list[Section]:
 
 
 def _picture(run: Run) -> str | None:
-    names, per_node = texts(run.asked.get("nodes")), number(run.asked.get("ranks_per_node"))
+    names = texts(run.asked.get("nodes"))
+    per_node = number(run.asked.get("ranks_per_node"))
     degrees = numbers(run.asked.get("layout"))
     if not names or per_node is None or not 1 <= per_node <= _LARGEST_PICTURE / len(names):
         return None
@@ -303,11 +304,14 @@ def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return the bytes that rank 0 sent in the last step, and the formulas'."""
     found = []
     for run in runs:
-        sent, planned = numbers(run.last("sent")), numbers(run.asked.get("planned_sent"))
+        sent = numbers(run.last("sent"))
+        planned = numbers(run.asked.get("planned_sent"))
         kinds = [name.removesuffix("_bytes") for name in sent if "/" in name and name.endswith("_bytes")]
         rows = []
         for kind in dict.fromkeys([*kinds, *planned]):
-            counted, expected, seconds = sent.get(f"{kind}_bytes"), planned.get(kind), sent.get(f"{kind}_seconds")
+            counted = sent.get(f"{kind}_bytes")
+            expected = planned.get(kind)
+            seconds = sent.get(f"{kind}_seconds")
             if counted or expected:
                 cells = [None if value is None else Cell(value) for value in (counted, expected, seconds)]
                 rows.append((kind, cells))
@@ -370,6 +374,7 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
         rows: list[tuple[str, list[Any]]] = []
         over_time: dict[str, list[tuple[int, float]]] = {}
         for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
+            # The worst module of each probed step, and each module's worst step.
             worst: dict[str, float] = {}
             points = over_time.setdefault(figure.replace("_", " "), [])
             for step, line in run.fp8.items():

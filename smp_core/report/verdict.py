@@ -108,7 +108,8 @@ def _seconds(kind: str, sent: Mapping[str, float], inter: Mapping[str, Any], nod
     """Return the seconds of a step's collectives of one kind between nodes, by the model of
     :mod:`smp_core.cluster.links`."""
     fit = numbers(inter[kind])
-    n_bytes, calls = sent.get(f"{kind}/inter_bytes", 0.0), sent.get(f"{kind}/calls", 0.0)
+    n_bytes = sent.get(f"{kind}/inter_bytes", 0.0)
+    calls = sent.get(f"{kind}/calls", 0.0)
     if not n_bytes or not fit.get("bandwidth"):
         return 0.0
     waits = calls * rounds("all_reduce" if kind == "all_reduce" else "all_gather", nodes) * fit.get("latency", 0.0)

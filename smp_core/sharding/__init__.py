@@ -3,7 +3,7 @@
 fsdp/ puts FSDP2 units on the partition group; gradients/ adds their gradients up over the micro-batches of a window
 and across replicas; optimizer/ steps shards, masters and states on the host; weights/ brings values into shards.
 Here are the rules for dtypes and pre-sharded models, and what surrounds a sharded module: its replaced parameters,
-shards as operands, pickled and drawn, BatchNorm.
+shards as operands, pickled and drawn, notes under errors about them, BatchNorm.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ if TYPE_CHECKING:
         CpuSyncBatchNorm as CpuSyncBatchNorm,
         sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
     )
+    from smp_core.sharding.error_notes import explain as explain
     from smp_core.sharding.frozen_rules import FROZEN_STORAGE as FROZEN_STORAGE
     from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
     from smp_core.sharding.given_rules import settle_given as settle_given
+    from smp_core.sharding.process import change_this_process as change_this_process, is_a_part as is_a_part
     from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
     from smp_core.sharding.rules import SHARDING as SHARDING, settle_precision as settle_precision
-    from smp_core.sharding.shards_as_tensors import (
-        compute_with_unsharded_tensors as compute_with_unsharded_tensors,
-        draw_whole_tensors as draw_whole_tensors,
-        explain as explain,
-        explain_uncaught_errors as explain_uncaught_errors,
-        is_a_part as is_a_part,
-        reduce_scalars as reduce_scalars,
-        refuse_to_pickle_shards as refuse_to_pickle_shards,
-    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

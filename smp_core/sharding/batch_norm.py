@@ -50,11 +50,13 @@ class CpuSyncBatchNorm(_BatchNorm):
         whole_batch = self.training or self.running_mean is None
         if not whole_batch or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
+        # The mean of all ranks' elements, of which ranks may have different numbers.
         dims = [0, *range(2, input.dim())]
         per_channel = [1, -1] + [1] * (input.dim() - 2)
         local_count = input.new_full((1,), input.numel() / input.shape[1])
         sums = _SumOverRanks.apply(torch.cat([input.sum(dims), local_count]), self.group)
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+        # Their variance, in a second pass, which loses no digits; running statistics are unbiased.
         centred = input - mean.view(per_channel)
         variance = _SumOverRanks.apply((centred * centred).sum(dims), self.group) / count
         self._update_running(mean.detach(), variance.detach() * count / (count - 1))

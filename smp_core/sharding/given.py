@@ -29,7 +29,8 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     if not sharded:
         return None
     # All parameters on one mesh, by FSDP2.
-    kind, first = type(model).__name__.removeprefix("FSDP"), next(iter(sharded.values()))
+    kind = type(model).__name__.removeprefix("FSDP")
+    first = next(iter(sharded.values()))
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")

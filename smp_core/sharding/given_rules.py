@@ -73,8 +73,11 @@ def settle_given(draft: ModelDraft) -> None:
     Raises:
         ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
     """
-    knobs, given, defaults = draft.knobs, draft.given, SmpConfig()
+    knobs = draft.knobs
+    given = draft.given
+    defaults = SmpConfig()
     assert given is not None
+    # What it does not go together with.
     for clash in apart_from_given():
         what = clash.found(draft)
         if what is not None:
@@ -84,6 +87,7 @@ def settle_given(draft: ModelDraft) -> None:
             "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
             "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
         )
+    # What was decided when it was sharded.
     draft.settle("shard_degree", given.degree, _WHY)
     for knob, value in _PINNED.items():
         asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(defaults), value)

@@ -197,7 +197,9 @@ def _settle_masters(draft: ModelDraft) -> bool:
     Raises:
         ValueError: masters of half precision weights that came sharded.
     """
-    knobs, asked, shapes = draft.knobs, draft.knobs.master_dtype, draft.shapes
+    knobs = draft.knobs
+    asked = draft.knobs.master_dtype
+    shapes = draft.shapes
     came_sharded, replicas = draft.given is not None, draft.layout.replicate
     half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
     if not half:
@@ -208,6 +210,7 @@ def _settle_masters(draft: ModelDraft) -> bool:
             f"master_dtype='float32' and a model that came sharded ({shapes.kind}) with {name_of(half[0].dtype)} "
             "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
         )
+    # Who steps float32 masters anyway.
     over_replicas = knobs.optimizer_shard == "world" and (replicas > 1 or not came_sharded)
     makers = {"optimizer_shard='world'": over_replicas, "state_offload='optimizer'": knobs.state_offload == "optimizer"}
     by = [knob for knob, makes in makers.items() if makes]

@@ -93,6 +93,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: a model that cannot be split so; says what to write.
     """
+    # What is split, and what forbids it.
     found, inspected = settle_splits(model, plan, axis.degree, sequence_parallel, whole)
     if inspected is not None and dist.get_rank() == 0:
         logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
@@ -100,10 +101,12 @@ def apply_tensor_parallel(
     refuse_wrapped(model)
     let_anomalies_be_found()
     refuse_whole_states(model)
+    # The layers.
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
     splitting.random = settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
+    # Logits, and the loss of them.
     known = transformers_model(model)
     head = None if known is None else embeddings_of(known)[1]
     split_head = head is not None and any(split.module is head and split.is_column for split in splits)
@@ -138,7 +141,10 @@ class _Splitting:
         inspected: Inspected | None,
     ) -> None:
         self.inspected = inspected
-        self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
+        self.model = model
+        self.mesh = mesh
+        self.axis = axis
+        self.splits = splits
         found = stacks_of(model, splits)
         self.stacks = []
         for names in found:
@@ -275,7 +281,8 @@ class _Splitting:
         known = transformers_model(self.model)
         is_head = known is not None and layer is embeddings_of(known)[1]
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
-        tokens, reads_others = self._tokens_in(split.name), reads_other_tokens(self.model, split.name)
+        tokens = self._tokens_in(split.name)
+        reads_others = reads_other_tokens(self.model, split.name)
         is_entered = above in self._attention or reads_others
         if rows is None:
             in_pieces = tokens is not WHOLE_TOKENS and not reads_others and self._goes_in_pieces(split)
@@ -358,6 +365,7 @@ class _Splitting:
                 f"tensor_parallel_degree={self.axis.degree} does not divide the {inner} inner features of the experts "
                 f"of {split.name}; write 'replicate' for them"
             )
+        # Rows of gate and up that each rank has.
         own = inner // self.axis.degree
         by_rank = []
         for rank in range(self.axis.degree):

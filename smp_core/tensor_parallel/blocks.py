@@ -269,7 +269,9 @@ class BlockForward:
 
     @torch.compiler.disable
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        axis, tokens, stack = self.stack.axis, self.stack.tokens[self.place], self.stack
+        axis = self.stack.axis
+        tokens = self.stack.tokens[self.place]
+        stack = self.stack
         args, kwargs = with_hidden(args, kwargs, _plain)
         if stack.is_tried and self.found is None and not tokens.split:
             self._try_out(args, kwargs)

@@ -144,6 +144,7 @@ def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Contai
     divided: list[tuple[str, str]] = []
     attention: list[str] = []
     known: dict[Any, tuple[int, tuple[tuple[str, str], ...]] | None] = {}
+    # Of each block the groups of layers that pass their trial.
     for block in blocks:
         groups = list(_groups(block))
         trial = Trial(block, degree)

@@ -39,16 +39,12 @@ from smp_core.tensor_parallel.operators import (
 )
 from smp_core.tensor_parallel.overlap import ColumnInputs
 from smp_core.tensor_parallel.randomness import same_random
+from smp_core.torch_facts import local_part
 
 Forward = Callable[..., Any]
 # Where blocks are compiled: what is split runs as it is, and so does what stands around a module; the module's own
 # forward is compiled inside.
 around_compiled = functools.partial(torch.compiler.disable, recursive=False)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, or all of it where it is not split."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextlib.contextmanager
@@ -145,7 +141,7 @@ class ColumnForward:
         if output is None:
             output = self._own_forward(entered)
         elif self.module.bias is not None:
-            output = output + local(self.module.bias)  # type: ignore[arg-type]
+            output = output + local_part(self.module.bias)  # type: ignore[arg-type]
         if self.is_alone:
             self.inputs.forget()
         return gather_features(output, self.axis) if self.gathers() else output
@@ -162,7 +158,7 @@ class ColumnForward:
         return output if later is None else later.take_from(output)
 
     def _used(self, parameter: Any, dim: int) -> Tensor:
-        stored = local(parameter)
+        stored = local_part(parameter)
         return stored if self.rows is None else exchange_rows(stored, self.axis, self.rows, dim)
 
 
@@ -189,7 +185,7 @@ class RowForward:
         if self.splits_input:
             hidden = split_features(hidden, self.axis)
         bias: Any = self.module.bias
-        weight = local(self.module.weight)  # type: ignore[arg-type]
+        weight = local_part(self.module.weight)  # type: ignore[arg-type]
         if self.in_pieces and self.tokens.split and torch.is_grad_enabled():
             total = row_product(hidden, factor_of(self.module, weight, hidden), self.axis)
         else:
@@ -223,7 +219,7 @@ class EmbeddingForward:
         if not self.checked or not torch.is_grad_enabled():  # words that were sampled may differ at any time
             self._require_one_batch(words)
             self.checked = True
-        weight = local(self.module.weight)
+        weight = local_part(self.module.weight)
         own = words - self.axis.rank * weight.shape[0]
         is_own = (own >= 0) & (own < weight.shape[0])
         padding = self.module.padding_idx
@@ -255,7 +251,7 @@ class PartForward:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in self.module._parameters.items() if p is not None}
-        with showing(self.module, {name: local(p) for name, p in own.items()}):
+        with showing(self.module, {name: local_part(p) for name, p in own.items()}):
             return self.original(*args, **kwargs)
 
 
@@ -283,7 +279,7 @@ class SummingForward:
         if not (self.always or self.tokens.split):
             return self.original(*args, **kwargs)
         own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
-        with showing(self.module, {name: sum_gradient(local(p), self.axis) for name, p in own.items()}):
+        with showing(self.module, {name: sum_gradient(local_part(p), self.axis) for name, p in own.items()}):
             return self.original(*args, **kwargs)
 
 
@@ -309,7 +305,7 @@ class ExpertsForward:
         shown: dict[str, Tensor | None] = {}
         for name, parameter in self.module._parameters.items():
             if isinstance(parameter, DTensor):
-                part = local(parameter)
+                part = local_part(parameter)
                 rows = self.rows.get(name)
                 shown[name] = part if rows is None else exchange_rows(part, self.axis, rows, 1)
         with showing(self.module, shown):

@@ -139,11 +139,13 @@ def _loss_function(whole_loss: Callable[..., Tensor], axis: TensorAxis, shifts: 
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        # Logits that all ranks have whole.
         if axis.whole_logits:
             options = {**options, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shifts:
                 options["shift_labels"] = shift_labels
             return whole_loss(logits, labels, vocab_size, **options)
+        # Logits of a part of the vocabulary: the sum over targets, then their number.
         targets = labels
         if shifts:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels

@@ -151,7 +151,9 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int) -> Any:
-        ctx.axis, ctx.back, ctx.dim = axis, back, dim
+        ctx.axis = axis
+        ctx.back = back
+        ctx.dim = dim
         return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod

@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.operators import RowsInUse
+from smp_core.topology import divisors, listed
 from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
@@ -186,6 +187,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     instead = (
         'write globs over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
+    # Models that are known.
     if known is None:
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
     if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
@@ -193,6 +195,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     beyond = _beyond_plan(known.config, degree)
     if beyond is not None:
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
+    # The globs of a plan, and the role of each layer in it.
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
@@ -359,10 +362,9 @@ def _stretch(split: Split, start: int, size: int, heads: int | None, rank: int, 
 
 
 def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueError:
-    allowed = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
     return ValueError(
-        f"tensor_parallel_degree={degree} does not divide the {what} of {split.name}; allowed: {allowed}, or leave the "
-        f"layer whole with a plan that does not name it"
+        f"tensor_parallel_degree={degree} does not divide the {what} of {split.name}; allowed: "
+        f"{listed(divisors(number))}, or leave the layer whole with a plan that does not name it"
     )
 
 

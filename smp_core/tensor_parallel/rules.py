@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from smp_core.config import Clash, SmpConfig, TensorParallel
 from smp_core.plan import FOREIGN_FP8, SYMMETRIC_MEMORY, ModelDraft, Subject, asked_for, came_sharded
-from smp_core.topology import Topology
+from smp_core.topology import Topology, divisors, listed
 
 
 def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
@@ -19,11 +19,13 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     Raises:
         ValueError: a degree that does not divide the ranks of a node; says which do.
     """
-    degree, k, world = knobs.tensor_parallel_degree, topology.ranks_per_node, topology.world_size
+    degree = knobs.tensor_parallel_degree
+    k = topology.ranks_per_node
+    world = topology.world_size
     fits = k % degree == 0
     if fits or (knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0):
         return
-    allowed = ", ".join(str(n) for n in range(1, k + 1) if k % n == 0)
+    allowed = listed(divisors(k))
     stages = knobs.pipeline_parallel_degree
     of_stage = f" that a pipeline stage has (pipeline_parallel_degree={stages})" if stages > 1 else ""
     message = (

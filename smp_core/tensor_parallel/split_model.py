@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.loss import SplitLogits
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import Split
 from smp_core.tensor_parallel.unsplit_trial import ComparedForward
+from smp_core.torch_facts import local_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,8 @@ class SplitModel:
             each.original, each.block.forward = each.block.forward, each
             each.unsplit = None if without_values else each.unsplit
         for module in self.compared if not without_values else ():
-            module.original, module.module.forward = module.module.forward, module
+            module.original = module.module.forward
+            module.module.forward = module
 
     def learn(self) -> None:
         """Let tokens stay split between blocks, where the last step showed that they can. Collective over the axis;
@@ -94,13 +95,15 @@ class WholeGradients:
     """
 
     def __init__(self, axis: TensorAxis, device: torch.device, stepped: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._axis, self._device, self._stepped = axis, device, stepped
+        self._axis = axis
+        self._device = device
+        self._stepped = stepped
 
     @torch.no_grad()
     def take_the_first_ranks(self) -> None:
         """Let every rank have those of the first. Collective over the axis; all ranks have gradients of the same."""
         gradients = [tensor.grad for tensor in self._stepped() if tensor.grad is not None]
-        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        locals_ = [local_part(each) for each in gradients]
         if not locals_:
             return
         flat = torch.cat([each.reshape(-1) for each in locals_]).to(self._device)

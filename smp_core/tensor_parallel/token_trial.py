@@ -40,7 +40,7 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import without_caches
+from smp_core.torch_facts import local_part, without_caches
 
 # Of values and gradients, relative to the largest of a token or tensor; and of the largest gradient of all, which
 # covers what is zero but for roundings.
@@ -108,8 +108,12 @@ class TokenTrial:
         tokens: Tokens,
         summing: list[SummingForward],
     ) -> None:
-        self.name, self.block, self.forward = name, block, forward
-        self.axis, self.tokens, self.summing = axis, tokens, summing
+        self.name = name
+        self.block = block
+        self.forward = forward
+        self.axis = axis
+        self.tokens = tokens
+        self.summing = summing
         self._leaves: list[_Leaf] = []
         self._own_outputs: frozenset[int] = frozenset()
 
@@ -139,7 +143,8 @@ class TokenTrial:
         self._device, self._is_trained = hidden.device, hidden.requires_grad
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
-        length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
+        length = self.axis.length
+        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
             with self.undisturbed(hidden.device, is_wide, evaluating):
@@ -404,7 +409,7 @@ class TokenTrial:
 
     def _drawn_weight(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         is_part = isinstance(parameter, DTensor)
-        stored: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        stored: Tensor = local_part(parameter)
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
         drawn = self._leaf(name, "part" if is_part else "whole", stored.detach(), dtype, scale)
         if not parameter.requires_grad:
@@ -474,7 +479,9 @@ def _floating(nest: Any) -> list[Tensor]:
 def _unknown_leaves(loss: Any, leaves: list[Tensor]) -> int:
     """Return how many leaves of a graph are not among these."""
     known = {id(leaf) for leaf in leaves}
-    left, seen, count = [loss.grad_fn], {loss.grad_fn}, 0
+    left = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    count = 0
     while left:
         node = left.pop()
         variable = getattr(node, "variable", None)

@@ -87,7 +87,11 @@ class UnsplitTrial:
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, axis: TensorAxis, unsplit: Unsplit) -> None:
-        self.name, self.module, self.forward, self.axis, self.unsplit = name, module, forward, axis, unsplit
+        self.name = name
+        self.module = module
+        self.forward = forward
+        self.axis = axis
+        self.unsplit = unsplit
         self._splits = {each: unsplit.splits[each] for each in module.modules() if each in unsplit.splits}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own_dim: OwnDim) -> dict[int, int]:
@@ -112,7 +116,8 @@ class UnsplitTrial:
         stored = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
+        length = self.axis.length
+        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         try:
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
                 split, whole = self._both(args, kwargs, hidden, own_dim, each)
@@ -142,7 +147,9 @@ class UnsplitTrial:
         Args:
             dtype: of drawn weights and inputs; None: the module's own weights.
         """
-        device, is_wide, drawing = hidden.device, dtype is not None, self._drawing()
+        device = hidden.device
+        is_wide = dtype is not None
+        drawing = self._drawing()
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)
@@ -301,6 +308,7 @@ class UnsplitTrial:
 
     def _words(self, split: _Run, place: int) -> str:
         """Return what to say where a difference was found."""
+        # Where: what arrives at a split layer, or what comes out behind the last one.
         called = split.called[:place]
         names = [self._splits[module].name for module in called]
         if place <= len(split.called):
@@ -312,6 +320,7 @@ class UnsplitTrial:
             layers = list(dict.fromkeys(names)) or [split.name for split in self._splits.values()]
             what = f"behind {names[-1]} it raises {split.error}" if split.error and names else "it returns something"
             where = f"{what} that the unsplit model does not"
+        # The module of the user around these layers, whose code it is.
         above = around(layers[-1])
         while above != self.name and not _is_called(self._module_named(above)):
             above = above.rpartition(".")[0]
@@ -419,6 +428,7 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
         return True
     if not seen.numel() or not seen.ndim:
         seen, expected = seen.reshape(-1, 1), expected.reshape(-1, 1)
+    # Limits by dtype, against each row's largest value and the largest of all.
     is_low = expected.dtype not in (torch.float64, torch.float32)
     relative, of_largest, spared = (3e-2, 3e-2, 10) if is_low else (1e-4, 1e-6, 1000)
     seen, expected = (each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected))

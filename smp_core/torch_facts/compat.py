@@ -80,6 +80,11 @@ def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | No
     return None
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is the one that speaks for all: rank 0, or one without others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def symmetric_memory_operators() -> Any:
     """Return torch's operators over symmetric memory; they are defined when their module is imported."""
     import torch.distributed._symmetric_memory

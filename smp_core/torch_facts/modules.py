@@ -25,6 +25,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return each parameter's name, of tied ones the first."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def lies_in(name: str, module: str) -> bool:
     """Return whether a module or parameter is ``module`` or in it, by their names; "" is the whole model."""
     return not module or f"{name}.".startswith(f"{module}.")

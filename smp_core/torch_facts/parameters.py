@@ -37,6 +37,11 @@ def is_absent(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its part of a DTensor, all of another one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def stands_for(master: Tensor, parameter: Tensor) -> None:
     """Note that optimizers step ``master`` in the place of a parameter of the model."""
     _model_parameters[master] = parameter
@@ -66,15 +71,12 @@ def take_loaded(stepped: Tensor) -> Tensor | None:
 
 def with_host_master(stepped: Tensor) -> Tensor:
     """Return a tensor's local values in float32 in host memory: its master's, where that is what was rounded."""
-    own = _local(stepped).to("cpu")
+    own = local_part(stepped).detach().to("cpu")
     master = _loaded_masters.get(stepped, _host_masters.get(stepped))
     if master is None:
         return own.float()
-    return torch.where(_local(master).to(own.dtype) == own, _local(master), own.float())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    known = local_part(master).detach()
+    return torch.where(known.to(own.dtype) == own, known, own.float())
 
 
 class StepsOnHost:

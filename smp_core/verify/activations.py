@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from smp_core.torch_facts import clean_name
+from smp_core.torch_facts import clean_name, local_part
 
 STEP = "the training step"
 """The name under which random numbers are noted that no module's forward has drawn."""
@@ -136,7 +135,7 @@ class Activations:
         for number, tensor in enumerate(_floating(values)):
             if side == "into" and tensor.ndim == 0:
                 continue  # a count of targets, a temperature: an option and no activation
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             value = local.detach().double()
             sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
             total, magnitude, squares = sums.tolist()

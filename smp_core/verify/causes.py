@@ -125,7 +125,8 @@ def _is_around(drawn: str, name: str) -> bool:
 
 
 def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
-    ours, theirs = losses_of(ranks)[part.step - 1], losses_of([alone])[part.step - 1]
+    ours = losses_of(ranks)[part.step - 1]
+    theirs = losses_of([alone])[part.step - 1]
     # A loss that is off by the number of ranks with other samples or tokens is divided wrongly.
     factor = theirs / ours if ours else math.inf
     size = ranks[0].data_size * ranks[0].facts.get("degrees", {}).get("context", 1)

@@ -207,7 +207,10 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
 
 def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
     together = _moments_of(ranks, alone)
-    limit, compared, skipped, worst = found.tolerance.activations, 0, [], 0.0
+    limit = found.tolerance.activations
+    compared = 0
+    skipped = []
+    worst = 0.0
     part: Part | None = None
     # In the order of the calls, so that the first module that is off is the one that made it.
     for there in alone.events:
@@ -398,6 +401,7 @@ def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
 
 def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     """Compare each rank's own copy of all parameters with those of the others."""
+    # Parameters, against the first rank that holds each.
     apart: dict[str, list[int]] = {}
     for record in ranks:
         for name, digest in record.digests.items():
@@ -410,6 +414,7 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
         found.note(Row("replicas", words, agrees=False), Part(len(ranks[0].norms), "replicas", name, words))
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
+    # Buffers, against the first rank.
     first = ranks[0]
     names = []
     for name in first.buffers:

@@ -135,6 +135,7 @@ class Recorder:
 
     def _note_facts(self, model: nn.Module) -> None:
         facts = self.record.facts
+        # Of the model.
         norms = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, _BATCH_NORMS)]
         facts["BatchNorm"] = [name for name, norm in norms if norm.training]
         synced = (nn.SyncBatchNorm, CpuSyncBatchNorm)
@@ -143,6 +144,7 @@ class Recorder:
         facts["dtypes"] = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
         facts["buffers"] = [clean_name(name) for name, _ in model.named_buffers()]
         facts["frozen"] = [clean_name(name) for name, each in model.named_parameters() if not each.requires_grad]
+        # Of the layout.
         if self.parallel is not None:
             knobs = self.parallel.config
             facts["degrees"] = {

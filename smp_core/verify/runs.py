@@ -157,7 +157,8 @@ class Runs:
             if None not in statuses:
                 return
             if any(statuses) and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE)
             time.sleep(0.05)
 
 

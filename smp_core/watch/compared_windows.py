@@ -42,7 +42,9 @@ class ComparedWindows:
     """
 
     def __init__(self, rank: int, interval: float, windows: Mapping[int, Compared]) -> None:
-        self.rank, self.interval, self.windows = rank, interval, windows
+        self.rank = rank
+        self.interval = interval
+        self.windows = windows
         self._shown_in: int | None = None  # the run
 
     def show(self, boards: Sequence[Board], run: int) -> None:
@@ -65,7 +67,9 @@ class ComparedWindows:
         """
         self.show(boards, run)
         ranks = sorted({rank for window in self.windows.values() for rank in window.ranks()})
-        found, deadline, pause = "", time.monotonic() + _TELLING * self.interval, self.interval / 50
+        found = ""
+        deadline = time.monotonic() + _TELLING * self.interval
+        pause = self.interval / 50
         while ranks:
             summaries = _values_of(boards, [f"windows/{run}/{rank}" for rank in ranks])
             known = {rank: each for rank, each in zip(ranks, summaries, strict=False) if each is not None}

@@ -32,7 +32,9 @@ class Meetings:
     """
 
     def __init__(self, rank: int, world_size: int, board: Board, interval: float) -> None:
-        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.rank = rank
+        self.world_size = world_size
+        self.interval = interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
         self._windows_before = here.windows
@@ -121,7 +123,9 @@ class Meetings:
     def _wait(self, group: tuple[int, ...], place: str, limit: float | None) -> str:
         key = self._key(group, self._held[group])
         neighbour = group[(group.index(self.rank) + 1) % len(group)]
-        pause, before, since = 0.001, -1, 0
+        pause = 0.001
+        before = -1
+        since = 0
         begun = time.monotonic()
         while not self.rank_0_ended:
             if verdict := self._board.get(f"{key}/verdict"):

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts import collective_timeout
+from smp_core.torch_facts import collective_timeout, is_rank_0
 from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")
@@ -152,7 +152,7 @@ class Preemption:
         """
         if self._group is not None:
             dist.barrier(group=self._group)  # a launcher kills the others when the first has ended
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_rank_0():
             name = signal.Signals(self.signal or signal.SIGTERM).name
             logger.warning("%s: the run ends before its end; %s", name, saved)
             if requeue and self.signal not in (0, signal.SIGTERM):
@@ -177,7 +177,8 @@ def ignoring_sigterm() -> Iterator[None]:
 
 def _requeue() -> None:
     """Requeue this SLURM job, if it is one."""
-    job, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ.get("SLURM_JOB_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     command = shutil.which("scontrol")

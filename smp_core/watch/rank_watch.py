@@ -70,7 +70,9 @@ class RankWatch:
     """
 
     def __init__(self, rank: int, world_size: int, boards: list[Board], interval: float) -> None:
-        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.rank = rank
+        self.world_size = world_size
+        self.interval = interval
         self.step = 0
         self.between_runs = False
         self.meetings = Meetings(rank, world_size, boards[0], interval)
@@ -120,7 +122,9 @@ class RankWatch:
         if self.between_runs:
             self.meetings.meet_in_all_groups(call)
         self._runs += 1
-        self._failure, self._reported, self._ends_at = None, False, None
+        self._failure = None
+        self._reported = False
+        self._ends_at = None
         self.step, self.between_runs = 0, False
         self._beat()
 
@@ -365,7 +369,8 @@ class RankWatch:
         elif (at := self._waits.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
-            key, wanted = f"beat/{self.rank}", [f"beat/{board.keeper}", f"told/{self._runs}"]
+            key = f"beat/{self.rank}"
+            wanted = [f"beat/{board.keeper}", f"told/{self._runs}"]
             try:
                 if waits:
                     board.set(key, state)
@@ -449,7 +454,8 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
         stop_watching()
         _warn_of_shared_store()
         limit = limit or collective_timeout()
-        _watch, _watched = RankWatch.start(), weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
+        _watch = RankWatch.start()
+        _watched = weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
     if _watch is not None and limit is not None:
         _watch.meetings.limit = limit.total_seconds()
     return _watch
@@ -531,7 +537,8 @@ def _warn_of_shared_store() -> None:
     torch (pytorch/pytorch#135712) gives all attempts one store and one set of keys: a rank may read the address that
     another one had before, and the attempt fails while connecting.
     """
-    restarts, shared = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     if restarts != "0" and shared == "True" and os.environ.get("RANK") == "0":
         logger.warning(
             "torchrun --max-restarts=%s: a process that is started anew may read where another one listened before, "

@@ -198,7 +198,9 @@ class Board:
     def __init__(self, keeper: int, reader: StreamReader, writer: StreamWriter, kept: Keeper | None = None) -> None:
         self.keeper = keeper
         self.closed = False
-        self._reader, self._writer, self._kept = reader, writer, kept
+        self._reader = reader
+        self._writer = writer
+        self._kept = kept
         self._turn = asyncio.Lock()
         self._unanswered: Future[Any] | None = None
         self._posted: dict[str, Future[Any]] = {}

@@ -146,7 +146,9 @@ class Whereabouts:
         now = time.monotonic()
         seen = self.events, self.doing
         if seen != self._seen:
-            self._seen, self._place, self._since = seen, "", now
+            self._seen = seen
+            self._place = ""
+            self._since = now
             return None
         doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
@@ -243,7 +245,9 @@ class WaitWatch:
     def __init__(
         self, rank: int, world_size: int, interval: float, whereabouts: Whereabouts, say: Callable[[str], None]
     ) -> None:
-        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.rank = rank
+        self.world_size = world_size
+        self.interval = interval
         self._whereabouts, self._say = whereabouts, say
         whereabouts.start()
         self._marks, self._still = 0, _SILENCE  # what the count was at the last look, and for how many looks
@@ -263,6 +267,7 @@ class WaitWatch:
 
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:
         """Write the line if it is time. Call it on the keeper of ``board``."""
+        # No new mark for a while: no rank waits.
         marks = board.add(_MARK, 0)
         self._still = 0 if marks != self._marks else self._still + 1
         self._marks = marks
@@ -270,6 +275,7 @@ class WaitWatch:
             self._said_at, self._looks = 0.0, 0
             self._beats.clear()
             return
+        # Ranks whose beats have stopped, and those that were heard once only.
         signs = read(board)
         self._looks += 1
         for rank, state in signs.items():
@@ -278,6 +284,7 @@ class WaitWatch:
         silent = {rank for rank, (_, since) in self._beats.items() if self._looks - since >= _SILENCE}
         unknown = {rank for rank, (_, since) in self._beats.items() if since == 1} - silent
         waiting = {rank: at for rank, state in signs.items() if (at := state.get("at")) and at["waits"]}
+        # A line once a rank has waited for long, and again at twice the time.
         late = [at["for"] for rank, at in waiting.items() if at["for"] >= at["after"] and rank not in silent]
         if not late or unknown or max(late) < 2 * self._said_at or not (self.rank == 0 or 0 in silent):
             return
@@ -295,6 +302,7 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], 
     waiting: dict[str, list[int]] = {}
     elsewhere: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
+    # Ranks by what they do.
     for rank, state in signs.items():
         at, step = state.get("at"), f"step {state['step'] + 1}"
         if rank in silent:
@@ -307,6 +315,7 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], 
             where = f"{at['place']}, {step}, micro-batch {at['micro_batch']}"
             (waiting if at["waits"] else elsewhere).setdefault(where, []).append(rank)
             seconds[where] = max(seconds.get(where, 0.0), at["for"])
+    # In words.
     parts = [
         f"{ranks_in_words(found)} {seconds[where]:.0f} s in {where}" for where, found in list(waiting.items())[:_NAMED]
     ]

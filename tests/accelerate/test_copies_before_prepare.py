@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from smp_core.sharding import shards_as_tensors
+from smp_core.sharding import operands
 from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader
 from tests.core.models import WIDTH, TroubledModel, loss_of
 from tests.harness import run_ranks
@@ -367,12 +367,12 @@ def updated_by_rank_0() -> tuple[str, list[str]]:
             words = str(caught.value)
         model(torch.zeros(2, 5, dtype=torch.long))
 
-    shards_as_tensors._warn_once.cache_clear()
-    looks = mock.patch.object(shards_as_tensors, "_looks", itertools.count())
+    operands._warn_once.cache_clear()
+    looks = mock.patch.object(operands, "_looks", itertools.count())
     with (
         looks,
-        mock.patch.object(shards_as_tensors.logger, "warning") as warning,
-        mock.patch.object(shards_as_tensors, "meet_between_calls"),
+        mock.patch.object(operands.logger, "warning") as warning,
+        mock.patch.object(operands, "meet_between_calls"),
     ):
         for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
             mine.detach().lerp_(its.detach(), 0.1)

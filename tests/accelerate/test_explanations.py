@@ -49,12 +49,16 @@ def explained() -> dict[str, str]:
         trained = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(model(torch.zeros(2, 4, dtype=torch.long)).sum(), trained)
 
+    def norms() -> None:
+        torch.tensor([parameter.norm() for parameter in model.parameters()])
+
     def peer_gone() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052.")
 
     cases = {
         "peer": peer_gone,
         "mixed": masked,
+        "norms": norms,
         "copy": lambda: copy.deepcopy(model),
         "LocalSGD": local_sgd,
         "gradients": gradients,
@@ -68,6 +72,7 @@ def test_errors_that_are_not_ours_say_what_to_type() -> None:
         assert "Every rank has to make each call" in said["peer"]
         # From 2.15 on torch writes into shards through a mask.
         assert said["mixed"] == "nothing was raised" or "parallel.call(" in said["mixed"]
+        assert "write float(x) for each x" in said["norms"]
         assert "before it is prepared" in said["copy"]
         assert "read parameter.grad" in said["gradients"]
         assert "accelerator.no_sync(model)" in said["LocalSGD"] and "LocalSGD" in said["LocalSGD"]

@@ -11,21 +11,11 @@ import torch.distributed as dist
 
 from accelerate_smp import SmpMonitor, SmpMonitorCallback
 from smp_core.run_log.read import Run as Log
+from tests import trackers
 from tests.accelerate.running import SAMPLES, STEPS, fresh_accelerator, make_loader, make_optimizer
 from tests.accelerate.trainers import make_trainer
 from tests.core.models import TroubledModel, loss_of
 from tests.harness import run_ranks
-from tests.trackers import (
-    ENVIRONMENT,
-    TRACKERS,
-    Values,
-    assert_once,
-    assert_same_values,
-    make_store,
-    needs,
-    read,
-    store_of,
-)
 
 # Of the clock, or of how many processes there are; all else is of the training.
 OF_THE_CLOCK = ("runtime", "samples_per_second", "steps_per_second")
@@ -37,10 +27,10 @@ def environment(tracker: str, folder: Path | str) -> dict[str, str]:
     """Where trackers of Trainer and Accelerate write, which ask the environment."""
     folders = {
         "WANDB_DIR": str(folder),
-        "MLFLOW_TRACKING_URI": store_of(folder),
+        "MLFLOW_TRACKING_URI": trackers.store_of(folder),
         "TENSORBOARD_LOGGING_DIR": str(folder),
     }
-    return {**ENVIRONMENT, **folders}
+    return {**trackers.ENVIRONMENT, **folders}
 
 
 def close(tracker: str) -> None:
@@ -67,28 +57,28 @@ def fit_trainer(tracker: str, folder: str, knobs: dict[str, Any] | None = None) 
 
 
 def run_both(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit: Any, **knobs: Any) -> Any:
-    needs(tracker)
+    trackers.needs(tracker)
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     for folder in (alone, ours):
         folder.mkdir()
-        make_store(tracker, folder)
+        trackers.make_store(tracker, folder)
     for name, value in environment(tracker, alone).items():
         monkeypatch.setenv(name, value)
     fit(tracker, str(alone))
     return alone, ours, run_ranks(fit, 2, tracker, str(ours), knobs, env=environment(tracker, ours), ranks_per_node=1)
 
 
-def without_clock(values: Values) -> Values:
+def without_clock(values: trackers.Values) -> trackers.Values:
     return {name: points for name, points in values.items() if not name.endswith(OF_THE_CLOCK)}
 
 
-@pytest.mark.parametrize("tracker", TRACKERS)
+@pytest.mark.parametrize("tracker", trackers.TRACKERS)
 def test_report_to_holds_values_of_one_process_and_figures_once(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names, steps and values of stock Trainer in one process; figures in the rows of the losses."""
     alone, ours, (latest, _) = run_both(tracker, tmp_path, monkeypatch, fit_trainer, shard_degree=2)
-    expected, written = (read(tracker, folder, "train/global_step") for folder in (alone, ours))
+    expected, written = (trackers.read(tracker, folder, "train/global_step") for folder in (alone, ours))
     prefix = "" if tracker == "mlflow" else "train/"
     validation = "eval_loss" if tracker == "mlflow" else "eval/loss"
     assert [step for step, _ in expected[validation]] == [3, 6]
@@ -96,9 +86,9 @@ def test_report_to_holds_values_of_one_process_and_figures_once(
 
     figures = {f"{prefix}{name}": value for name, value in latest.items()}
     logged = {name: points for name, points in written.items() if name not in figures}
-    assert_same_values(without_clock(logged), without_clock(expected), TOLERANCE)
+    trackers.assert_same_values(without_clock(logged), without_clock(expected), TOLERANCE)
     for name, value in figures.items():
-        assert_once(name, written[name])
+        trackers.assert_once(name, written[name])
         assert written[name][-1] == (6, pytest.approx(value, rel=1e-6)), name
 
     log = Log.read(ours)
@@ -117,7 +107,7 @@ def test_what_wandb_does_with_weights_on_rank_0_is_refused_before_training(
     variable: str, value: str, tmp_path: Path
 ) -> None:
     """Rank 0 would wait at the end of training, or at the hundredth step, for ranks that do not come."""
-    needs("wandb")
+    trackers.needs("wandb")
     for message in run_ranks(refuse, 2, str(tmp_path), env={variable: value}):
         assert f"{variable}={value}" in message and f"unset {variable}" in message
 
@@ -149,17 +139,17 @@ def fit_loop(tracker: str, folder: str, knobs: dict[str, Any] | None = None) -> 
     return {} if monitor is None else monitor.latest
 
 
-@pytest.mark.parametrize("tracker", TRACKERS)
+@pytest.mark.parametrize("tracker", trackers.TRACKERS)
 def test_trackers_of_accelerate_hold_values_of_one_process_and_figures_once(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float64 losses: 1e-12; TensorBoard keeps float32."""
     alone, ours, (latest, _) = run_both(tracker, tmp_path, monkeypatch, fit_loop, shard_degree=2)
-    expected, written = (read(tracker, folder, "") for folder in (alone, ours))
+    expected, written = (trackers.read(tracker, folder, "") for folder in (alone, ours))
     tolerance = 1e-6 if tracker == "tensorboard" else 1e-12
     assert [step for step, _ in expected["loss"]] == [1, 2, 3, 4]
-    assert_same_values({"loss": written["loss"]}, expected, tolerance)
+    trackers.assert_same_values({"loss": written["loss"]}, expected, tolerance)
     for name, value in latest.items():
-        assert_once(name, written[name])
+        trackers.assert_once(name, written[name])
         assert written[name][-1] == (4, pytest.approx(value, rel=tolerance)), name
     assert [value for _, value in written["samples"]] == [2 * SAMPLES, 4 * SAMPLES]

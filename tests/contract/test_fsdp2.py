@@ -157,7 +157,7 @@ def test_backward_passes_have_numbers(seen: Any) -> None:
 
 
 def test_an_operations_rule_sees_its_operands_and_may_leave_it_to_torch(seen: Any) -> None:
-    """smp_core/sharding/shards_as_tensors.py"""
+    """smp_core/sharding/operands.py"""
     found = seen("dispatch_rules")
     assert found["results"] == [False, True]
     assert found["rule saw"] == [False, True, False, False, True, True]

@@ -14,20 +14,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 
 from lightning_smp import SmpMonitor
 from smp_core.run_log.read import Run as Log
+from tests import trackers
 from tests.harness import run_ranks
 from tests.lightning.modules import GLOBAL_BATCH, LanguageModule
 from tests.lightning.running import make_trainer
-from tests.trackers import (
-    ENVIRONMENT,
-    TRACKERS,
-    Values,
-    assert_once,
-    assert_same_values,
-    make_store,
-    needs,
-    read,
-    store_of,
-)
 
 BATCHES, EPOCHS, EVERY = 4, 2, 3
 # TensorBoard keeps float32, the others float64 of float64 values: sums over ranks in another order.
@@ -46,7 +36,7 @@ def logger_of(tracker: str, folder: str) -> Logger:
     if tracker == "tensorboard":
         return TensorBoardLogger(folder, name="", version="")
     if tracker == "mlflow":
-        return MLFlowLogger("run", tracking_uri=store_of(folder))
+        return MLFlowLogger("run", tracking_uri=trackers.store_of(folder))
     return WandbLogger(project="run", save_dir=folder, offline=True)
 
 
@@ -75,22 +65,22 @@ class Runs:
     latest: dict[str, float]
 
 
-@pytest.fixture(scope="module", params=TRACKERS)
+@pytest.fixture(scope="module", params=trackers.TRACKERS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     tracker: str = request.param
-    needs(tracker)
+    trackers.needs(tracker)
     alone, ours = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("ours")
     for folder in (alone, ours):
-        make_store(tracker, folder)
+        trackers.make_store(tracker, folder)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
+        for name, value in trackers.ENVIRONMENT.items():
             patch.setenv(name, value)
         fit(tracker, str(alone))
-    latest, _ = run_ranks(fit, 2, tracker, str(ours), {"shard_degree": 2}, env=ENVIRONMENT, ranks_per_node=1)
+    latest, _ = run_ranks(fit, 2, tracker, str(ours), {"shard_degree": 2}, env=trackers.ENVIRONMENT, ranks_per_node=1)
     yield Runs(tracker, alone, ours, latest)
 
 
-def split_figures(values: Values) -> tuple[Values, Values]:
+def split_figures(values: trackers.Values) -> tuple[trackers.Values, trackers.Values]:
     """What the module logged, and SmpMonitor's figures."""
     figures = {name: points for name, points in values.items() if name.startswith("smp/")}
     return {name: points for name, points in values.items() if name not in figures}, figures
@@ -98,20 +88,20 @@ def split_figures(values: Values) -> tuple[Values, Values]:
 
 def test_trackers_hold_what_one_process_would_have_written(runs: Runs) -> None:
     """Names, steps, values, and how often: a value per rank would be one too many, a sum too large."""
-    expected = read(runs.tracker, runs.alone, "trainer/global_step")
-    logged, _ = split_figures(read(runs.tracker, runs.ours, "trainer/global_step"))
+    expected = trackers.read(runs.tracker, runs.alone, "trainer/global_step")
+    logged, _ = split_figures(trackers.read(runs.tracker, runs.ours, "trainer/global_step"))
     assert {"train_loss", "val_loss", "tokens"} <= expected.keys()
-    assert_same_values(logged, expected, TOLERANCE[runs.tracker])
+    trackers.assert_same_values(logged, expected, TOLERANCE[runs.tracker])
 
 
 def test_trackers_hold_figures_of_the_job_once_a_report(runs: Runs) -> None:
     """Lightning counts the steps of what it logs from 0; the last report is of the two steps left."""
-    _, figures = split_figures(read(runs.tracker, runs.ours, "trainer/global_step"))
+    _, figures = split_figures(trackers.read(runs.tracker, runs.ours, "trainer/global_step"))
     steps = [2, 5, 7]
     assert figures["smp/samples"] == [(step, (step + 1) * GLOBAL_BATCH) for step in steps]
     last = {}
     for name, points in figures.items():
-        assert_once(name, points)
+        trackers.assert_once(name, points)
         assert {step for step, _ in points} <= set(steps)
         if points[-1][0] == steps[-1]:
             last[name] = points[-1][1]
@@ -156,8 +146,11 @@ def test_a_logger_that_would_upload_no_sharded_checkpoint_is_named_on_rank_0(
 def test_lightnings_loggers_keep_what_they_were_asked_to_upload_where_it_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs("mlflow")
-    needs("wandb")
+    trackers.needs("mlflow")
+    trackers.needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for logger in (MLFlowLogger("run", tracking_uri=store_of(tmp_path), log_model=True), WandbLogger(log_model=True)):
+    for logger in (
+        MLFlowLogger("run", tracking_uri=trackers.store_of(tmp_path), log_model=True),
+        WandbLogger(log_model=True),
+    ):
         assert logger._log_model is True

@@ -237,7 +237,8 @@ def remove_objects(address: str) -> None:
     """
     fs, path = _open_fs(address)
     with _reading(path):
-        is_there, is_ours = bool(fs.exists(path)), bool(fs.exists(f"{path}/{MANIFEST}"))
+        is_there = bool(fs.exists(path))
+        is_ours = bool(fs.exists(f"{path}/{MANIFEST}"))
     if not is_there:
         return
     if not is_ours:

@@ -73,6 +73,7 @@ def import_checkpoint(
     Raises:
         CheckpointError: not a known kind, damaged, or only readable by running code from it.
     """
+    # Read it, whatever kind it is.
     address = local_path(source)
     kind = foreign_kind(address, _names(address))
     readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {
@@ -88,6 +89,7 @@ def import_checkpoint(
         raise CheckpointError("ties are for Hugging Face folders; the other formats keep tied tensors under all names")
     with only_checkpoint_errors(address):
         state, extra_files = readers[kind]()
+    # What is known of it goes into the manifest.
     metadata: dict[str, Any] = {"imported_from": kind}
     key = next((key for key in ("state_dict", "model") if isinstance(state.get(key), dict)), None)
     if add_prefix:
@@ -280,6 +282,7 @@ def export_checkpoint(
     check_files(opened, verify)
     opened.check_bytes = verify == "sizes"
     state: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
+    # Written beside the target, and put in its place when it is complete.
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)
     try:

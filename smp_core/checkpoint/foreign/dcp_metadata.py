@@ -99,7 +99,9 @@ class _Reader:
 
     def storage(self, fact: Any) -> _StorageInfo:
         state = self.state(fact, _STORAGE_INFO)
-        name, offset, length = state["relative_path"], self.a(int, state["offset"]), self.a(int, state["length"])
+        name = state["relative_path"]
+        offset = self.a(int, state["offset"])
+        length = self.a(int, state["length"])
         if not is_plain(name):
             raise CheckpointError(f"{self.where} names the file {name!r}, which is not in the folder: not trusted")
         if state.get("transform_descriptors"):

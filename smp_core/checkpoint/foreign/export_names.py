@@ -55,12 +55,14 @@ def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> Exp
     paths = {name: path for path, name in index.by_path().items()}
     optimizer = [name for name, path in paths.items() if optimizer_part(path)]
     optimizer_keys = list(dict.fromkeys(str(paths[name][0]) for name in optimizer)) or _optimizer_like(opened)
+    # Under which key the model is.
     top = {path[0] for path in paths.values()}
     wished = metadata.get("model_key")
     keys = MODEL_KEYS if wished is None else [wished]
     key = next((each for each in keys if each in top), None)
     if wished is not None and key is None:
         raise CheckpointError(f"{opened.address} has no tensors under its model_key {wished!r}")
+    # All tensors under it, by their names inside the model.
     states = set(optimizer)
     chosen = {}
     for name, path in paths.items():

@@ -38,7 +38,9 @@ logger = logging.getLogger("smp")
 
 WRITER = "smp-memory-checkpoint"
 """The name of the thread of a save."""
-INDEX, REST, REST_PT = "index.json", "rest.json", "rest.pt"
+INDEX = "index.json"
+REST = "rest.json"
+REST_PT = "rest.pt"
 LAYOUTS = "layouts"  # in a manifest's metadata: the digest of each rank's index; ranks of equal ones have equal tensors
 _ALGORITHM = "xxh3"
 _SMALL_BYTES = 1 << 20  # of each rank's part: written in less time than it would take beside training
@@ -83,7 +85,9 @@ class MemorySaver:
         on_disk: Callable[[], tuple[int, dict[str, Any]]],
     ) -> None:
         self.slots = SharedSlots(folder, ranks.rank)
-        self._folder, self._ranks, self._on_disk = folder, ranks, on_disk
+        self._folder = folder
+        self._ranks = ranks
+        self._on_disk = on_disk
         self._node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
         mine, self._n_nodes = self._node_of[ranks.rank], len(nodes)
         place = list(nodes[mine]).index(ranks.rank)
@@ -220,6 +224,7 @@ class MemorySaver:
             sequence, on_disk = self._on_disk()
         except StoreError as error:
             return str(error)
+        # What is the same for all ranks: the rest of the state.
         assert staged.rest is not None
         rest = merge_rest(staged.rest, [part.own for part in parts])
         files = {REST: json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
@@ -272,6 +277,7 @@ class MemorySaver:
                 slot = self._copies[number] = Slot(self._folder.allocate(part_name(before, number), size))
             return [torch.empty(parts[before].files[INDEX].bytes, dtype=torch.uint8), slot.memory]
 
+        # Room on all ranks first, so that none sends to one that has failed.
         taken, _ = self._ranks.together(what, room)
         mine = self._ranks.rank in lonely
         sent = [torch.frombuffer(bytearray(index), dtype=torch.uint8), self.slots.memory] if mine else []

@@ -178,6 +178,7 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
     """Return the name of the one root that holds all blocks and all parameters."""
     if len(blocks) < 2:
         raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
+    # One root around all blocks.
     roots = [unit.name for unit in units.units if unit.is_root]
     holding = []
     for root in roots:
@@ -186,9 +187,11 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
     if len(holding) != 1:
         raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
     (root,) = holding
+    # No unit between it and them.
     around = [unit.name for unit in units.units if not unit.is_root and blocks[0].startswith(f"{unit.name}.")]
     if around:
         raise ValueError(refusal + f"the unit {around[0]} holds blocks; write units={{'min_parameters': 0}}")
+    # No parameters outside of it.
     inside = set(model.get_submodule(root).parameters())
     outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
     if outside:
@@ -285,12 +288,14 @@ def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Pla
 
 def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     """Find where each block takes what the one before it gave."""
+    # Each block is called once.
     named = [calls.blocks[block] for block in calls.order]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice or len(named) < len(calls.blocks):
         never = sorted(set(calls.blocks.values()) - set(named))
         what = f"{twice[0]} is called several times" if twice else f"{', '.join(never[:3])} is not called"
         raise ValueError(f"{refusal}{what} in one forward; {HOW}")
+    # The places that link all pairs of neighbours.
     links: set[tuple[Place, int]] | None = None
     for number in range(1, len(named)):
         here = {
@@ -305,6 +310,7 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
                 f"{refusal}{named[number]} does not take what {named[number - 1]} gives, in the place where the blocks "
                 "before it do"
             )
+    # One tensor, in the same place everywhere.
     assert links is not None
     if len(links) > 1:
         raise ValueError(f"{refusal}its blocks hand on {len(links)} tensors; one can be sent between stages")
@@ -326,7 +332,9 @@ class _Cuts:
     """
 
     def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
-        self._blocks, self._takes, self._gives = calls.order, takes, gives
+        self._blocks = calls.order
+        self._takes = takes
+        self._gives = gives
         self._entering: Tensor | None = None
         self._given: list[Tensor] = []
         self.early: set[Any] = set()

@@ -45,7 +45,9 @@ def given_units(model: nn.Module) -> WrapPlan:
 
 def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic) -> list[ShardedUnit]:
     """Give the units of :func:`given_units` our communication objects."""
-    units, reductions, passes = [], ReductionOrder(), Passes()
+    units = []
+    reductions = ReductionOrder()
+    passes = Passes()
     for each in planned:
         module: Any = model.get_submodule(each.name)
         unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, passes, in_order=True)

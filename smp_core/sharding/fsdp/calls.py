@@ -19,10 +19,7 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,9 +34,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.sharding.fsdp.internals import generation, group_of
+from smp_core.sharding.fsdp.internals import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
-from smp_core.sharding.fsdp.passes import backward_pass, reshard
+from smp_core.sharding.fsdp.passes import CLOSED, backward_pass, leaves_of, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, shows_hooks
 from smp_core.torch_facts import clean_name
@@ -52,8 +49,6 @@ _POST_ACCUMULATE = (
     "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
 )
 
-
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -306,29 +301,13 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def hides_gradient(output: Any) -> str | None:
-    """Return the class of what hides a tensor that wants a gradient from FSDP2; None: nothing does.
-
-    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and classes of dicts. Functions and
-    iterators may hide one, and cannot be looked into.
-    """
-    known: set[int] = set()
-    left: list[tuple[Any, str | None]] = [(output, None)]
-    while left:
-        value, inside = left.pop()
-        kind: str = type(value).__name__
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad and inside is not None:
-                return inside
-        elif isinstance(value, (tuple, list)):
-            left += [(each, inside) for each in value]
-        elif isinstance(value, (Iterator, types.FunctionType, types.MethodType, functools.partial)):
+    """Return the class of what hides a tensor that wants a gradient from FSDP2, or may; None: nothing does."""
+    for leaf, inside in leaves_of(output):
+        kind: str = type(leaf).__name__
+        if isinstance(leaf, CLOSED):
             return kind
-        elif type(value) not in _PLAIN and not isinstance(value, (nn.Module, type)) and id(value) not in known:
-            known.add(id(value))
-            sees = type(value) is dict or generation() != "2.11"
-            is_seen = sees and (isinstance(value, dict) or dataclasses.is_dataclass(value))
-            inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            left += [(each, inside if is_seen else kind) for each in inner.values()]
+        if inside is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return inside
     return None
 
 

@@ -11,21 +11,27 @@ last of the forward first.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from smp_core.sharding.fsdp.internals import group_of, queue_callback, reset_passes
+from smp_core.sharding.fsdp.internals import generation, group_of, queue_callback, reset_passes
 
 FAILED_PASS = (
     "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before the next "
     "forward (in Lightning: trainer.strategy.window.abandon())"
 )
 
+# What has nothing inside; and what cannot be looked into.
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+CLOSED = (Iterator, types.FunctionType, types.MethodType, functools.partial)
 
 # Returns a number for the backward pass that is running, to tell it from the one before; -1 outside of one. Asked for
 # with each collective of a unit, so it is torch's function itself.
@@ -191,14 +197,47 @@ class ReductionOrder:
         return True
 
 
+def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]]:
+    """Yield what has no inside in the arguments or the output of a call, tensors above all, each with the class of what
+    hides it from FSDP2; None: nothing does.
+
+    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and classes of dicts. Functions and
+    iterators may have tensors inside, and cannot be looked into.
+
+    Args:
+        hidden: look into what FSDP2 does not look into, too.
+    """
+    known: set[int] = set()
+    left: list[tuple[Any, str | None]] = [(nest, None)]
+    while left:
+        value, inside = left.pop()
+        if isinstance(value, (tuple, list)):
+            left += [(each, inside) for each in value]
+        elif isinstance(value, (torch.Tensor, nn.Module, type, *_PLAIN, *CLOSED)):
+            yield value, inside
+        elif id(value) not in known:
+            known.add(id(value))
+            is_seen = _sees(value)
+            if is_seen or hidden:
+                left += [(each, inside if is_seen else type(value).__name__) for each in _parts_of(value)]
+
+
+def _sees(value: Any) -> bool:
+    """Return whether FSDP2 looks into an object."""
+    if generation() == "2.11":
+        return type(value) in (dict, OrderedDict, defaultdict)
+    return isinstance(value, dict) or dataclasses.is_dataclass(value)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return getattr(value, "__dict__", {}).values()
+
+
 def _want_gradient(inputs: Any) -> bool:
     """Return whether FSDP2 finds a tensor among a forward's inputs that wants a gradient."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.requires_grad
-    if isinstance(inputs, (tuple, list)):
-        return any(map(_want_gradient, inputs))
-    if isinstance(inputs, Mapping):
-        return any(map(_want_gradient, inputs.values()))
-    if dataclasses.is_dataclass(inputs):
-        return any(_want_gradient(getattr(inputs, field.name)) for field in dataclasses.fields(inputs))
-    return False
+    seen = (leaf for leaf, _ in leaves_of(inputs, hidden=False) if isinstance(leaf, torch.Tensor))
+    return any(tensor.requires_grad for tensor in seen)

@@ -41,7 +41,9 @@ class _Travelling:
     """Answers to what FSDP2 asks about the local tensor of such a parameter."""
 
     def __init__(self, member: Any, gather: WeightGather, shard: Tensor | None = None) -> None:
-        self._member, self._gather, self._shard = member, gather, shard
+        self._member = member
+        self._gather = gather
+        self._shard = shard
 
     def size(self) -> torch.Size:
         size: torch.Size = self._member.padded_sharded_param_size
@@ -88,7 +90,8 @@ def store_as_codes(group: ParamGroup, indices: Iterable[int], codec: RowCodec) -
 
 
 def _encode(member: Any, codec: Any) -> None:
-    padded, kept = member._sharded_param_data.view(member.padded_sharded_param_size), member.sharded_param
+    padded = member._sharded_param_data.view(member.padded_sharded_param_size)
+    kept = member.sharded_param
     local = as_codes(padded, kept.to_local().shape, codec)
     if padded.is_pinned():
         local.codes = local.codes.pin_memory()

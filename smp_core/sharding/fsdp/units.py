@@ -153,7 +153,9 @@ class ShardedUnit:
         """Return the layout of a flat reduced gradient of these parameters."""
         if self.group is None:
             return []
-        slots, offset, sizes = [], 0, self.group.shard_sizes()
+        slots = []
+        offset = 0
+        sizes = self.group.shard_sizes()
         for index in self.group.reduction_order():
             if index in indices:
                 slots.append(Slot(index, offset, sizes[index]))
@@ -481,6 +483,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
     """Put words into torch's error, if it came from the parameters of a unit that was not called."""
     if _MIXED not in str(error) or not str(error).startswith("aten."):
         return
+    # A parametrized module, a method that does not gather, or a module that computes with the weights of another one.
     frames = [frame for frame in _frames(error.__traceback__) if isinstance(frame.f_locals.get("self"), nn.Module)]
     if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
         error.args = (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from smp_core.cluster import SmpMesh
 from smp_core.comm import Traffic
@@ -30,7 +30,7 @@ from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, mixin_before
+from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, local_part, mixin_before
 
 
 def shard_units(
@@ -57,9 +57,12 @@ def shard_units(
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
-    modules, by_name = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    by_name = dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
-    units, reductions, passes = [], ReductionOrder(), Passes()
+    units = []
+    reductions = ReductionOrder()
+    passes = Passes()
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
@@ -101,7 +104,7 @@ def shard_units(
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Return the dimension that a parameter of experts is sharded in: experts, or the next one if a rank holds too few
     for all others."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
     return Shard(even[0]) if even else None
 

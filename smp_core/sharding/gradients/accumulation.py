@@ -120,7 +120,9 @@ class AccumulationWindow:
         self._first_window = True
         self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
-        self._veto, self._finishing, self._hooks_on_any_stage = veto, finishing, hooks_on_any_stage
+        self._veto = veto
+        self._finishing = finishing
+        self._hooks_on_any_stage = hooks_on_any_stage
         self._mesh = mesh
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass

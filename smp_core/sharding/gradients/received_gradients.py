@@ -62,7 +62,7 @@ class Told:
         issued: IssuedCollectives,
         attached: Iterable[str] = (),
     ) -> None:
-        self._mesh, self._issued, self._n_units = mesh, issued, len(units)
+        self._mesh, self._issued = mesh, issued
         flags: list[int] = []
         for each in units:
             flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]

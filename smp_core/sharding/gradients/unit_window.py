@@ -25,8 +25,8 @@ from smp_core.cluster import SmpMesh
 from smp_core.comm import Pending, Route
 from smp_core.sharding.fsdp import ShardedUnit, Slot
 from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
+from smp_core.sharding.operands import Placed, sharded_mean, take_part_of_gradient
 from smp_core.sharding.optimizer.shards import FlatShard
-from smp_core.sharding.shards_as_tensors import Placed, sharded_mean, take_part_of_gradient
 from smp_core.torch_facts import streams
 from smp_core.watch import here
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         like as like,
         local_of as local_of,
         master_dtype as master_dtype,
+        say_where_gradients_are as say_where_gradients_are,
     )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

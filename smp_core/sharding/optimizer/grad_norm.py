@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.shards_as_tensors import take_part_of_gradient
-from smp_core.torch_facts import model_parameter
+from smp_core.sharding.operands import take_part_of_gradient
+from smp_core.torch_facts import is_rank_0, local_part, model_parameter
 from smp_core.watch import here
 
 logger = logging.getLogger("smp")
@@ -71,7 +71,7 @@ def grad_norm(
         gradients = held.setdefault(groups, [])
         take_part_of_gradient(parameter)
         if parameter.grad is not None:
-            gradients.append(_local(parameter.grad))
+            gradients.append(local_part(parameter.grad))
     # Phase 2: the powers, added up.
     biggest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -111,10 +111,6 @@ def _device_of_sums(parameter: torch.Tensor) -> torch.device:
     able to send."""
     own = model_parameter(parameter)
     return torch.device(own.device_mesh.device_type) if isinstance(own, DTensor) else own.device
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch.Tensor:
@@ -176,7 +172,7 @@ def clip_grad_norm_(
     if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
         return total
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in local:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -194,7 +190,7 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
             f"the gradient norm is {norm}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
             "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to skip such steps"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", norm)
     for parameter in parameters:
         parameter.grad = None
@@ -207,5 +203,5 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
     for parameter in parameters:
         take_part_of_gradient(parameter)
         if parameter.grad is not None:
-            gradient = _local(parameter.grad)
+            gradient = local_part(parameter.grad)
             gradient.clamp_(-clip_value, clip_value)

@@ -99,18 +99,11 @@ class HostOptimizer:
         optimizer: over device parameters, sharded or plain.
         kind: the class whose ``step`` is to run.
         device: where the parameters are.
-        chunk_bytes: parameters and gradients that travel together; None: `CHUNK_BYTES`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        kind: type[Optimizer],
-        device: torch.device,
-        chunk_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer], device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
-        self._chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+        self._chunk_bytes = CHUNK_BYTES
         self._pinned = streams.pins(device)
         behind = streams.run_behind(device)
         self._out: Any = torch.get_device_module(device).Stream(device) if behind else None

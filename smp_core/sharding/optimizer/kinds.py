@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from smp_core.cluster import of_all_ranks
 from smp_core.optim import Adafactor, AdamW8bit, StepsTogether
-from smp_core.torch_facts import is_absent
+from smp_core.torch_facts import is_absent, local_part
 
 K = TypeVar("K", bound=type[Optimizer])
 
@@ -135,12 +135,17 @@ def require_tensorwise(optimizer: Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
-    is_ours = StepsTogether in kind.__bases__
-    if not (is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise):
+    if not _steps_tensors(kind):
         steps = "with pipeline_parallel_degree the optimizer steps a stage's parameters alone"
         instead = "use one that looks at one tensor at a time, such as AdamW"
         looks_across = "all its parameters" if _is_named(kind, _ACROSS_TENSORS) else ""
         raise _refusal(kind, "tensor", looks_across, steps, instead)
+
+
+def may_read_loss(kind: type[Optimizer]) -> bool:
+    """Return whether a step may depend on the loss that its closure returns, as that of a line search does: it may in
+    every class that is in no list."""
+    return not _steps_tensors(kind)
 
 
 def refuse_unsaveable(optimizer: Optimizer) -> None:
@@ -161,6 +166,11 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
 def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
     return kind in TORCHS_ELEMENTWISE or kind in _registered_elementwise or full_name in _ELEMENTWISE
+
+
+def _steps_tensors(kind: type[Optimizer]) -> bool:
+    is_ours = StepsTogether in kind.__bases__
+    return is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise
 
 
 def _is_named(kind: type, names: tuple[str, ...]) -> bool:
@@ -252,6 +262,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
     device = next(iter(meshes)).device_type
     degree = max(mesh.size() for mesh in meshes)
     with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
+        # An optimizer like it, over likenesses.
         groups = []
         for group in optimizer.param_groups:
             alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
@@ -268,6 +279,7 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
                 parameter.grad = torch.ones_like(parameter)
             return torch.ones((), device=device)
 
+        # Two steps: states are made in the first.
         try:
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
             for _ in range(2):
@@ -297,9 +309,10 @@ def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
 
 def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
-    device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
+    device = local_part(parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
     if isinstance(parameter, DTensor):
+        # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the last ones smaller or empty.
         mesh, own = meshes[parameter.device_mesh], values
         for axis, placement in enumerate(parameter.placements):
             dim = getattr(placement, "dim", None)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
     held,
+    may_read_loss,
     refuse_unsaveable,
     require_elementwise,
     require_steps_shards,
@@ -139,6 +141,8 @@ class Homes:
         self._attached: dict[int, Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
+        self.reads_loss = False
+        """Whether the optimizer's step may depend on what its closure returns."""
 
     @property
     def windows(self) -> list[Window]:
@@ -155,6 +159,16 @@ class Homes:
             window.close()
             if strange:
                 window.refuse_attached()
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the mean over the ranks of the loss that a closure returned: each rank has that of its own samples,
+        and one that decides by it, as a line search does, would go another way than the others. Collective."""
+        if not isinstance(loss, (float, Tensor)):
+            return loss
+        mesh = self._models[0].mesh
+        total = torch.as_tensor(loss, device=mesh.device).detach().clone()
+        dist.all_reduce(total, group=mesh.gradient_group)
+        return total / mesh.gradient_degree
 
     def reshard(self) -> None:
         """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots
@@ -346,6 +360,7 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     homes = Homes(models)
+    homes.reads_loss = may_read_loss(type(optimizer))
     homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
         optimizer.require_whole_blocks()
@@ -437,17 +452,18 @@ def _masters_in_groups(optimizer: Any) -> Iterator[None]:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Complete the gradients before weights are stepped: now, or when the closure has run its backward passes."""
+    homes: Homes = optimizer._smp_homes
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
-        optimizer._smp_homes.close_windows(optimizer)
+        homes.close_windows(optimizer)
         _before_weights_change(optimizer)
         return None
 
     def closed() -> Any:
         result = closure()
-        optimizer._smp_homes.close_windows(optimizer)
+        homes.close_windows(optimizer)
         _before_weights_change(optimizer)
-        return result
+        return homes.mean_loss(result) if homes.reads_loss else result
 
     return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 

@@ -22,7 +22,10 @@ To the outside the optimizer looks as if it stepped the parameters: ``state_dict
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,7 +37,7 @@ from torch.optim import Optimizer
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts import load_host_master, model_parameter, stands_for, with_host_master
+from smp_core.torch_facts import is_rank_0, load_host_master, local_part, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -164,7 +167,8 @@ class FlatShard:
         parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
         changed = {}
         for i, gradient in self.put_together(parts).items():
-            gradient, of_parameter = gradient + own[i] if i in own else gradient, hooks[i]
+            gradient = gradient + own[i] if i in own else gradient
+            of_parameter = hooks[i]
             if of_parameter is not None:
                 gradient = of_parameter.change(gradient)
             changed[i] = self.own_of(i, gradient).to(mean.device)
@@ -367,7 +371,7 @@ def master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_part(tensor).detach()
 
 
 def mesh_of(parameter: Tensor) -> DeviceMesh | None:
@@ -381,3 +385,31 @@ def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
     made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)
     local_of(made).copy_(local)
     return made
+
+
+def say_where_gradients_are(hooks: Iterable[Callable[..., Any]]) -> None:
+    """Warn, on rank 0, of hooks between backward and step whose code names gradients of parameters: parameters have
+    none, so that what such a hook reads, edits or drops there has no effect."""
+    found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
+    if found and is_rank_0():
+        logging.getLogger("smp").warning(
+            "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no "
+            "effect. This rank's part of them is the .grad of parallel.stepped(parameters), a norm of all is "
+            "parallel.grad_norm(); or write optimizer_shard='shard'",
+            " and ".join(found),
+        )
+
+
+def _names_gradients(hook: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    names = set() if code is None else {*_names_in(code)}
+    clips = "parallel" not in names and not names.isdisjoint(("clip_grad_norm_", "clip_grad_value_"))
+    return clips or ("grad" in names and "stepped" not in names)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function's code reads, with those of functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -49,7 +49,9 @@ logger = logging.getLogger("smp")
 
 InitFn = Callable[[nn.Module], None]
 
-_RESET, _MODEL, _USER = 0, 1, 2
+_RESET = 0
+_MODEL = 1
+_USER = 2
 
 
 def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: InitFn | None = None) -> None:
@@ -126,7 +128,9 @@ class _LentEntries(MutableMapping[str, Any]):
     """Stands in for a module's `_parameters` or `_buffers` while an initialiser runs: lends what is touched."""
 
     def __init__(self, real: dict[str, Any], lend: Callable[[str], Any], assign: Callable[[str, Any], None]) -> None:
-        self._real, self._lend, self._assign = real, lend, assign
+        self._real = real
+        self._lend = lend
+        self._assign = assign
 
     def __getitem__(self, name: str) -> Any:
         return None if self._real[name] is None else self._lend(name)
@@ -153,7 +157,10 @@ class _LentEntries(MutableMapping[str, Any]):
 
 class _Materialization:
     def __init__(self, model: nn.Module, device: torch.device, seed: int, init_fn: InitFn | None) -> None:
-        self.model, self.device, self.seed, self.init_fn = model, device, seed, init_fn
+        self.model = model
+        self.device = device
+        self.seed = seed
+        self.init_fn = init_fn
         self.slots: dict[Tensor, Slot] = {}  # tensors hash by identity
         for fqn, module in model.named_modules():
             for name, tensor in _own_tensors(module):
@@ -177,6 +184,7 @@ class _Materialization:
         leaf = all(holder is module for holder in holders)
         if not own and (leaf or not any(slot.delayed for slot in reachable)):
             return
+        # Initialise on lent tensors, and keep this rank's part of what was filled.
         steps = self._steps(module, model_init_owner)
         # For a leaf the highest level is usually enough by itself; the lower ones run only if it leaves something out.
         attempt = self._attempt(fqn, module, holders, steps[-1:] if leaf else steps, with_values=False)

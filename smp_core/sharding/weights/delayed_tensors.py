@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import own_part
-from smp_core.torch_facts import is_absent
+from smp_core.torch_facts import is_absent, local_part
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ def holds_values(full: Tensor) -> bool:
 
 def is_meta(tensor: Tensor) -> bool:
     """Return whether a tensor, or the local part of a DTensor, has no storage."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).is_meta
+    return local_part(tensor).is_meta
 
 
 def _can_be_nan(dtype: torch.dtype) -> bool:

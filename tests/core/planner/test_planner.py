@@ -519,8 +519,8 @@ def test_constants_of_a_run_are_found_in_its_log(large: ModelTrace, tmp_path: Pa
     found = calibrate(tmp_path, large, hardware, SETTING[1])
     for name in ("moving", "network", "link"):
         assert getattr(found.fitted, name) == pytest.approx(getattr(true, name), rel=1e-3), name
-    assert found.fitted.products_of("A100") == pytest.approx(true.products_of("A100"), rel=1e-3)
-    assert found.fitted.attention_of("A100") == pytest.approx(true.attention_of("A100"), rel=1e-3)
+    assert found.fitted.share_of("products", "A100") == pytest.approx(true.share_of("products", "A100"), rel=1e-3)
+    assert found.fitted.share_of("attention", "A100") == pytest.approx(true.share_of("attention", "A100"), rel=1e-3)
     assert set(found.changes) == {"products", "attention", "moving", "network"}
     step, *links, memory = found.compared
     assert step.measured is not None and step.measured > 1.3 * step.planned and "measured" in step.words

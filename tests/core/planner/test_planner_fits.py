@@ -101,7 +101,7 @@ def test_errors_regret_and_groups_are_those_of_the_rows(fits: Any) -> None:
 
 def test_constants_of_a_device_come_to_their_places(fits: Any) -> None:
     found = fits.fitted_of({"products_A100": 0.5, "products_H100": 0.4, "link": 0.3}, "H100")
-    assert (found.products_of("H100"), found.link, found.moving) == (0.4, 0.3, FITTED.moving)
+    assert (found.share_of("products", "H100"), found.link, found.moving) == (0.4, 0.3, FITTED.moving)
 
 
 CONSTANTS = replace(FITTED, products={"": 0.5}, moving=1.0, link=1.0, network=1.0, launching=0.0)

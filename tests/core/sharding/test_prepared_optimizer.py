@@ -228,3 +228,39 @@ def test_optimizers_that_cannot_step_shards_are_refused_on_all_ranks() -> None:
         assert f"{kind} cannot step sharded parameters" in first[name] and "AdamW, or shard_degree=1" in first[name]
     assert "AdamW8bit is torchao's" in first["torchao"]
     assert first["mine"] == "accepted"
+
+
+def search_lines(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> list[float]:
+    """Steps by a line search; what each returned."""
+    returned = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            losses = [model(batch(step, rank)) / len(ranks) for rank in ranks]
+            for loss in losses:
+                loss.backward()
+            return torch.stack(losses).sum().detach()
+
+        returned.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
+    return returned
+
+
+def line_search(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+
+def sharded_line_search() -> tuple[list[float], dict[str, torch.Tensor]]:
+    parallel = sharded({"shard_degree": 1})
+    optimizer = line_search(parallel.module.parameters())
+    parallel.prepare_optimizer(optimizer)
+    return search_lines(parallel.module, optimizer, own_batch(parallel)), weights(parallel.module)
+
+
+def test_a_line_search_decides_by_the_loss_of_all_ranks() -> None:
+    """1e-9: a search divides by small differences of losses."""
+    model = net()
+    expected = search_lines(model, line_search(model.parameters()), list(range(WORLD)))
+    for returned, found in run_ranks(sharded_line_search, WORLD):
+        assert returned == pytest.approx(expected, rel=0, abs=1e-9)
+        assert difference(found, weights(model)) <= 1e-9

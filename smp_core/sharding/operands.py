@@ -1,6 +1,4 @@
-"""Shards outside of their model's forward, as operands, numbers, random values and pickles: what whole tensors give.
-
-Operations on sharded and unsharded tensors together: an average of weights, a teacher, a target network that was
+"""Operations on sharded and unsharded tensors together: an average of weights, a teacher, a target network that was
 copied before its model was sharded, a distance to first weights, a term of the loss that is made of parameters.
 
 torch refuses them ("got mixed torch.Tensor and DTensor"). Here a sharded operand is gathered, and the result is a plain
@@ -16,42 +14,15 @@ unit that was not called is a mistake with a message of its own (:mod:`smp_core.
 
 torch has no public name for whether its ``implicit_replication()`` is on (``_allow_implicit_replication`` of
 ``_op_dispatcher``): inside it a plain tensor is a replicated DTensor, and results are DTensors.
-
-``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of whole tensors too: torch's
-``DTensor.item()`` gives this rank's part of a result that is not added up yet; here it adds up first, over the ranks
-that hold the parameter together, as every other operation on such a result does; so they all have to ask.
-
-Random numbers in sharded tensors (``nn.init``, ``p.normal_()``, ``torch.randn_like(p)``) are those that one process
-draws for the whole tensor, at every degree. torch draws for this rank's part: on CPU ranks with equal seeds draw equal
-numbers then, so that rows repeat; on CUDA numbers differ by rank, and with the number of ranks. Here every rank draws
-the whole tensor and keeps its part, from the state that rank 0's generator has, so that replicas agree, too. It takes
-the memory of the whole tensor while it draws, and all ranks have to ask. Dropout of a DTensor is left to torch: it
-belongs to a computation and not to a value.
-
-No shard is pickled in silence: `torch.save(model.state_dict())` on one rank would write that rank's part. Gathering it
-would need all ranks, and a script that saves calls `torch.save` on one of them. The reducer is registered for the type
-with `copyreg`, which every pickler reads (also cloudpickle, dill and `all_gather_object`); safetensors and numpy refuse
-DTensors by themselves.
-
-Errors of torch's and of others that come from places that are not ours (an operator that meets a shard, a copy of a
-module) cannot be refused before. They get a note with what they mean for a sharded model and what to type, which is
-printed with the traceback wherever the error is printed.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import itertools
 import logging
-import pickle
-import re
-import sys
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,11 +32,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp_core.checkpoint import map_tensors, own_part, shard_like
+from smp_core.checkpoint import map_tensors, shard_like
 from smp_core.cluster import SmpMesh
 from smp_core.sharding.fsdp import backward_pass, in_a_call
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
 from smp_core.sharding.optimizer.shards import local_of
+from smp_core.sharding.random_values import mesh_on
 from smp_core.torch_facts import ABSENT, is_absent
 from smp_core.watch import here, meet_between_calls
 
@@ -89,7 +61,6 @@ _looks = itertools.count()  # unsharded tensors of a parameter's shape
 _followed = WeakIdKeyDictionary()  # sharded operands whose gradients are brought into their layout
 
 
-@functools.cache
 def compute_with_unsharded_tensors() -> None:
     """Let DTensors of sharded models and plain tensors be operands of one operation, in this process."""
     for name in _ELEMENTWISE.split():
@@ -282,214 +253,3 @@ def _say_once() -> None:
         "an unsharded tensor, as of a copy of weights that was made before the model was sharded, is an operand beside "
         "a sharded parameter, which is gathered for it each time, on all ranks; a copy of shards needs no messages"
     )
-
-
-@functools.cache
-def reduce_scalars() -> None:
-    """Make ``item()`` of a DTensor collective over its mesh, wherever its ranks hold parts, and with it what calls it
-    (``float``, ``bool``, ``int``, ``tolist``)."""
-    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
-
-
-def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
-    if is_absent(args[0]):
-        raise RuntimeError(ABSENT % list(args[0].shape))
-    return function(args[0].full_tensor())
-
-
-def refuse_to_pickle_shards() -> None:
-    """Make it an error, from here on, to pickle a DTensor of which this process holds a part. One that is unsharded
-    here (replicated, or on a mesh of one rank) is pickled as a plain tensor."""
-    copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
-
-
-def is_a_part(tensor: object) -> bool:
-    """Return whether it is a tensor of which this process holds a part, or (other pipeline stages') nothing."""
-    if is_absent(tensor):
-        return True
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
-        return False
-    return not all(placement.is_replicate() for placement in tensor.placements)
-
-
-def _reduce(tensor: DTensor) -> tuple[Any, ...]:
-    if not is_a_part(tensor):
-        plain: tuple[Any, ...] = tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        return plain
-    raise pickle.PicklingError(
-        f"torch.save or pickle of a sharded tensor {tuple(tensor.shape)} would write this rank's part alone, which is "
-        f"{tuple(tensor.to_local().shape)}; to get whole tensors on rank 0 call on every rank "
-        "accelerator.get_state_dict(model), or smp_core.checkpoint.full_state_dict(state) for any state; for a "
-        "checkpoint that any number of ranks loads: accelerator.save_state, trainer.save_checkpoint or fabric.save; to "
-        "save this part on purpose: tensor.to_local()"
-    )
-
-
-_aten = torch.ops.aten
-_IN_PLACE = (
-    *(_aten.normal_.default, _aten.uniform_.default, _aten.log_normal_.default, _aten.cauchy_.default),
-    *(_aten.exponential_.default, _aten.geometric_.default, _aten.bernoulli_.float, _aten.bernoulli_.Tensor),
-    *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
-)
-_LIKE = (_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype)
-_OF_VALUES = (
-    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.poisson.default),
-    *(_aten.normal.Tensor_float, _aten.normal.Tensor_Tensor),
-)
-_meshes: list[weakref.ref[SmpMesh]] = []
-
-
-def draw_whole_tensors(mesh: SmpMesh) -> None:
-    """Make random numbers in DTensors of this mesh those of whole tensors."""
-    _meshes[:] = [each for each in _meshes if each() not in (None, mesh)]
-    _meshes.append(weakref.ref(mesh))
-    _register_random()
-
-
-@functools.cache
-def _register_random() -> None:
-    for function in (*_IN_PLACE, *_LIKE, *_OF_VALUES):
-        torch.library.register_torch_dispatch(function, DTensor, _draw)
-
-
-def _draw(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-    target: DTensor = args[0]
-    if is_absent(target):
-        raise RuntimeError(ABSENT % list(target.shape))
-    # What is drawn in the place of values, or like them, needs their shape alone.
-    first = _whole(target) if function in _OF_VALUES else _like_whole(target)
-    others, named = map(_whole, args[1:]), {name: _whole(value) for name, value in (kwargs or {}).items()}
-    with _state_of_rank_0(target, named.get("generator")):
-        drawn = function(first, *others, **named)
-    own = own_part(drawn, target)
-    if function in _IN_PLACE:
-        local_of(target).copy_(own)
-        return target
-    made = torch.empty_like(target, dtype=drawn.dtype)
-    local_of(made).copy_(own)
-    return made
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _like_whole(target: DTensor) -> Tensor:
-    return torch.empty(target.shape, dtype=target.dtype, device=local_of(target).device)
-
-
-@contextmanager
-def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iterator[None]:
-    """Draw from the state that the generator has on the first rank that holds a part of the model. A rank whose own is
-    another one goes on with that afterwards."""
-    device = local_of(target).device
-    if generator is None:
-        generator = torch.default_generator
-        if device.type != "cpu":
-            generator = torch.get_device_module(device).default_generators[device.index]
-    mesh = mesh_on(target.device_mesh)
-    if mesh is None:
-        yield
-        return
-    own = generator.get_state()
-    sent = own.to(mesh.device, copy=True)
-    dist.broadcast(sent, group_src=0, group=mesh.model_group)
-    state = sent.to(own.device)
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        if not torch.equal(state, own):
-            generator.set_state(own)
-
-
-def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
-    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong to."""
-    ranks = set(device_mesh.mesh.flatten().tolist())
-    meshes = [mesh for each in _meshes if (mesh := each()) is not None]
-    return next((each for each in meshes if ranks <= _ranks_of(each)), None)
-
-
-def _ranks_of(mesh: SmpMesh) -> set[int]:
-    """Return the ranks that hold parts of the mesh's models; none once its groups were destroyed."""
-    try:
-        return set(dist.get_process_group_ranks(mesh.model_group))
-    except KeyError:
-        return set()
-
-
-_MIXED = (
-    "parameters are shards outside of the model's forward, and this operation was given one with a plain tensor. Write "
-    "parameter.full_tensor(), on all ranks, to compute with a whole weight. Where it happened in a method of the model "
-    "name that, forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x), on "
-    "all ranks."
-)
-_NOT_IN_GRAPH = (
-    "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
-    "gradients of parameters call loss.backward() and read parameter.grad when the window is closed; "
-    "torch.autograd.grad works for inputs and activations, also with create_graph=True."
-)
-_TWICE = (
-    "gradients of gradients go through layers of plain torch only, not through layers split over tensor ranks, FP8 "
-    "layers or SyncBatchNorm on CPU: write tensor_parallel_degree=1, fp8=None, or leave those layers out."
-)
-_COPY = (
-    "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "
-    "and prepare the copy with it; for an average of weights use Lightning's EMAWeightAveraging, or "
-    "smp_core.engine.averaging.ShardedAverage(parallel); for the weights alone, {name: p.detach().clone() for name, "
-    "p in model.named_parameters()}, which are shards as well."
-)
-_NO_SYNC = (
-    "no_sync is DistributedDataParallel's. To hold gradients back write `with accelerator.no_sync(model):`, or in "
-    "Lightning `with trainer.strategy.block_backward_sync():`. LocalSGD, which lets replicas drift apart, has no "
-    "counterpart: leave it out; gradient accumulation saves as many messages with one process's numbers."
-)
-_NOT_TOGETHER = (
-    "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded "
-    "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
-    "own error or a line of torch-smp names it."
-)
-_FREED = (
-    "backward came to a unit whose parameters were freed behind its forward and not gathered again: FSDP2 gathers when "
-    "a tensor that forward returned gets its gradient, and loses sight of a returned view (of a transpose, a slice) "
-    "that is written into afterwards. Write x = x + y for x += y behind the module, return x.clone() from it, or keep "
-    "parameters gathered: reshard_after_forward=False."
-)
-# The first that is found in an error's text.
-_NOTES = {
-    "got mixed torch.Tensor and DTensor": _MIXED,
-    "appears to not have been used in the graph": _NOT_IN_GRAPH,
-    "trying to differentiate twice": _TWICE,
-    "FSDP does not support deepcopy": _COPY,
-    "object has no attribute 'no_sync'": _NO_SYNC,
-    "are out of bounds for storage of size 0": _FREED,
-    "Connection closed by peer": _NOT_TOGETHER,
-    "Timed out waiting": _NOT_TOGETHER,
-}
-
-
-def explain(error: BaseException) -> None:
-    """Add the note that belongs to an error, if there is one and it has not got it."""
-    text = str(error)
-    note = next((note for sign, note in _NOTES.items() if re.search(sign, text)), None)
-    said = f"torch-smp: {note}"
-    add_note = getattr(error, "add_note", None)  # Python >= 3.11
-    if note is not None and add_note is not None and said not in getattr(error, "__notes__", []):
-        add_note(said)
-
-
-def explain_uncaught_errors() -> None:
-    """Add the notes to uncaught errors of this process, too."""
-    if not isinstance(sys.excepthook, _Explaining):
-        sys.excepthook = _Explaining(sys.excepthook)
-
-
-class _Explaining:
-    """The interpreter's hook for uncaught exceptions, with notes."""
-
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        explain(error)
-        self._before(kind, error, trace)

@@ -1,0 +1,94 @@
+"""Notes under errors of torch's and of others about a sharded model: what they mean, and what to type.
+
+They come from places that are not ours (an operator that meets a shard, a copy of a module), and cannot be refused
+before. A note is printed with the traceback wherever the error is printed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import TracebackType
+from typing import Any
+
+_MIXED = (
+    "parameters are shards outside of the model's forward, and this operation was given one with a plain tensor. Write "
+    "parameter.full_tensor(), on all ranks, to compute with a whole weight. Where it happened in a method of the model "
+    "name that, forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x), on "
+    "all ranks."
+)
+_NOT_IN_GRAPH = (
+    "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
+    "gradients of parameters call loss.backward() and read parameter.grad when the window is closed; "
+    "torch.autograd.grad works for inputs and activations, also with create_graph=True."
+)
+_TWICE = (
+    "gradients of gradients go through layers of plain torch only, not through layers split over tensor ranks, FP8 "
+    "layers or SyncBatchNorm on CPU: write tensor_parallel_degree=1, fp8=None, or leave those layers out."
+)
+_COPY = (
+    "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "
+    "and prepare the copy with it; for an average of weights use Lightning's EMAWeightAveraging, or "
+    "smp_core.engine.averaging.ShardedAverage(parallel); for the weights alone, {name: p.detach().clone() for name, "
+    "p in model.named_parameters()}, which are shards as well."
+)
+_NO_SYNC = (
+    "no_sync is DistributedDataParallel's. To hold gradients back write `with accelerator.no_sync(model):`, or in "
+    "Lightning `with trainer.strategy.block_backward_sync():`. LocalSGD, which lets replicas drift apart, has no "
+    "counterpart: leave it out; gradient accumulation saves as many messages with one process's numbers."
+)
+_NOT_TOGETHER = (
+    "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded "
+    "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
+    "own error or a line of torch-smp names it."
+)
+_FREED = (
+    "backward came to a unit whose parameters were freed behind its forward and not gathered again: FSDP2 gathers when "
+    "a tensor that forward returned gets its gradient, and loses sight of a returned view (of a transpose, a slice) "
+    "that is written into afterwards. Write x = x + y for x += y behind the module, return x.clone() from it, or keep "
+    "parameters gathered: reshard_after_forward=False."
+)
+_NO_MEMORY = (
+    "a number that is made of a shard (its norm, its mean) is a DTensor, and torch.tensor([...]) reads the memory of "
+    "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm("
+    "module, 2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
+)
+# The first that is found in an error's text.
+_NOTES = {
+    "got mixed torch.Tensor and DTensor": _MIXED,
+    "appears to not have been used in the graph": _NOT_IN_GRAPH,
+    "trying to differentiate twice": _TWICE,
+    "FSDP does not support deepcopy": _COPY,
+    "object has no attribute 'no_sync'": _NO_SYNC,
+    "are out of bounds for storage of size 0": _FREED,
+    "its data is not allocated yet": _NO_MEMORY,
+    "Connection closed by peer": _NOT_TOGETHER,
+    "Timed out waiting": _NOT_TOGETHER,
+}
+
+
+def explain(error: BaseException) -> None:
+    """Add the note that belongs to an error, if there is one and it has not got it."""
+    text = str(error)
+    note = next((note for sign, note in _NOTES.items() if re.search(sign, text)), None)
+    said = f"torch-smp: {note}"
+    add_note = getattr(error, "add_note", None)  # Python >= 3.11
+    if note is not None and add_note is not None and said not in getattr(error, "__notes__", []):
+        add_note(said)
+
+
+def explain_uncaught_errors() -> None:
+    """Add the notes to uncaught errors of this process, too."""
+    if not isinstance(sys.excepthook, _Explaining):
+        sys.excepthook = _Explaining(sys.excepthook)
+
+
+class _Explaining:
+    """The interpreter's hook for uncaught exceptions, with notes."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
+        self._before(kind, error, trace)
