@@ -27,7 +27,7 @@ from tests.harness import ROOT, free_port, going_on, run_script
 
 SMALL = ["--vocab-size", "300", "--seq-len", "64", "--max-mb", "0.6", "--validation-blocks", "64"]
 STEPS = 45
-FEW = 24
+FEW = 12
 """Steps of the normal run: what is written is complete, but nothing much has been learned."""
 SCRIPT = "examples/train_gpt2.py"
 

@@ -110,6 +110,7 @@ def assert_compiled_like_one_process(cases: list[Case]) -> None:
             assert graphs > 0
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_experts_train_like_one_process() -> None:
     """1e-12, as above. Tokens are sent between graphs."""
     assert_compiled_like_one_process([Case("one expert takes all", 4, 2, knobs=COMPILED)])

@@ -163,11 +163,11 @@ def test_what_was_wrong_once_is_as_in_one_process() -> None:
 
 
 def test_a_drawn_model_is_as_in_one_process_or_refused() -> None:
-    cases = [draw(seed) for seed in range(20)]
+    cases = [draw(seed) for seed in range(10)]
     found = problems(cases, 2)
     wrong = [f"{one}\n{each}" for one, each in zip(found, cases, strict=True) if one not in (None, "refused")]
     assert not wrong, "\n\n".join(wrong)
-    assert found.count(None) >= 15
+    assert found.count(None) >= 7
 
 
 @pytest.mark.slow
