@@ -12,8 +12,9 @@ from torch import nn
 from smp_core.verify.activations import STEP, Activations, Moments, difference, over_ranks
 from smp_core.verify.causes import likely_causes
 from smp_core.verify.compare import Comparison, compare
-from smp_core.verify.recorder import Record, turn_off_dropout
+from smp_core.verify.recorder import Record, Recorder, turn_off_dropout
 from smp_core.verify.report import Report
+from smp_core.verify.request import Request
 from smp_core.verify.tolerance import tolerance_of
 
 FLOAT64 = tolerance_of({}, float64=True)
@@ -247,6 +248,41 @@ def test_imaginary_parts_of_activations_are_compared() -> None:
         runs.append({event.place: event for event in seen.events})
     assert runs[0] and runs[0].keys() == runs[1].keys()
     assert all((difference(runs[1][place], event) or 0.0) > 1e-9 for place, event in runs[0].items())
+
+
+def trained_record(gradient_turn: float = 1.0, weight_turn: float = 0.0) -> Record:
+    """A step of a model with complex weights: imaginary parts of gradients times one number, weights plus another."""
+    model, recorder = ComplexNet(), Recorder(Request("one process", "not written", steps=2))
+    recorder.begin(model, None)
+    loss = model(torch.ones(2, dtype=torch.complex128)).real
+    recorder.loss(loss.detach())
+    recorder.enter_backward()
+    loss.backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    gradient.imag.mul_(gradient_turn)
+    recorder.gradients()
+    with torch.no_grad():
+        model.weight.sub_(0.1 * gradient).add_(weight_turn * 1j)
+    recorder.step_ended()
+    recorder.record.end = recorder.record.first
+    return recorder.record
+
+
+class ComplexNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5 + 1.0j, 1.0 - 0.5j], dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().square().sum().to(x.dtype)
+
+
+@pytest.mark.parametrize(("turns", "what"), [({"gradient_turn": 2.0}, "gradients"), ({"weight_turn": 0.1}, "weights")])
+def test_imaginary_parts_of_gradients_and_weights_are_compared(turns: dict[str, float], what: str) -> None:
+    found = compare("1 rank", [trained_record(**turns)], trained_record(), FLOAT64)
+    assert found.part is not None and (found.part.what, found.part.where) == (what, "weight")
+    assert compare("1 rank", [trained_record()], trained_record(), FLOAT64).agrees
 
 
 def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
