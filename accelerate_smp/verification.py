@@ -32,6 +32,7 @@ from smp_core.verify import (
     Recorder,
     Report,
     Request,
+    natural_samples,
     read_record,
     refuse,
     requested,
@@ -45,9 +46,9 @@ _UNPREPARED = (
     "accelerator.prepare(loader), or prepare_data_loader(loader)"
 )
 _COUNTED_BY_HAND = (
-    "the loop steps behind every {batches} batches that it counts itself, and the ranks' batches have different lengths: "
-    "one process cannot take them one after another; to compare, write `with accelerator.accumulate(model):`, or pad all "
-    "batches to one length"
+    "the loop steps behind every {batches} batches that it counts itself, and the ranks' batches have different "
+    "lengths, so that one process cannot take theirs one after another as such a step; write `with "
+    "accelerator.accumulate(model):`, or pad all batches to one length"
 )
 # What Trainer logs about itself.
 _OF_THE_RUN = ("runtime", "per_second", "flos", "epoch", "step", "memory")
@@ -287,7 +288,7 @@ class _Recording:
         facts["data_size"] = recorder.record.data_size
         if self.alone:
             wanted = recorder.batches_of_ranks(getattr(loader, "verify_name", ""))
-            recorder.record.natural = _natural_samples(loader, wanted)
+            recorder.record.natural = natural_samples(loader.base_dataloader, wanted, recorder.as_computed)
 
 
 def _around(name: str, method: Callable[..., Any]) -> None:
@@ -299,29 +300,6 @@ def _around(name: str, method: Callable[..., Any]) -> None:
         return method(original, self, *args, **kwargs)
 
     setattr(SmpAccelerator, name, changed)
-
-
-def _natural_samples(loader: Any, batches: int) -> list[str] | None:
-    """Return hashes of the samples that one process would read, in order; None where they are made anew each time."""
-    once, again = (_first_samples(loader, batches) for _ in range(2))
-    return once if once == again else None
-
-
-def _first_samples(loader: Any, batches: int) -> list[str]:
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    found = [getattr(sampler, "generator", None) for sampler in samplers]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    random, states = torch.get_rng_state(), [generator.get_state() for generator in generators]
-    reading, hashes = iter(loader.base_dataloader), []
-    for _ in range(batches):
-        batch = next(reading, None)
-        if batch is None:
-            break
-        hashes += sample_hashes(batch)
-    torch.set_rng_state(random)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    return hashes
 
 
 def verify(

@@ -51,6 +51,7 @@ CORRECT = {
     "mixed": "shard_degree=2 ranks=2",
     "measured": "shard_degree=2 ranks=2",
     "complex": "shard_degree=2 ranks=4",
+    "augmented": "shard_degree=2 ranks=2",
 }
 GROUPED = "how samples are grouped"
 

@@ -42,6 +42,15 @@ class Tokens(Dataset):
         return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
 
 
+class Augmented(Tokens):
+    """Samples that are made anew each time they are read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        masked = torch.rand(LENGTH) < 0.2
+        return {**sample, "input_ids": sample["input_ids"].masked_fill(masked, 0)}
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         tokens = Tokens()
@@ -298,6 +307,8 @@ def noise_in_the_step(model: Model) -> None:
 def loader_of(flags: argparse.Namespace) -> DataLoader:
     if flags.kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if flags.kind == "augmented":
+        return DataLoader(Augmented(), batch_size=4, shuffle=True)
     if flags.plant == "seed_by_rank":
         generator = torch.Generator().manual_seed(RANK)
         return DataLoader(Tokens(), batch_size=4, shuffle=True, generator=generator)
@@ -309,7 +320,7 @@ def loader_of(flags: argparse.Namespace) -> DataLoader:
 
 
 NOT_IN_THE_MODEL = ("batch_norm", "seed_by_rank", "same_samples", "dropped_samples", "unseeded_draw")
-KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured", "complex")
+KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured", "complex", "augmented")
 
 
 def main() -> None:
