@@ -185,6 +185,19 @@ def test_samples_that_are_equal_in_the_data_are_read_by_several_ranks() -> None:
     assert compare("2 ranks", ranks, alone, FLOAT64).agrees
 
 
+def test_samples_are_compared_up_to_the_end_of_the_epoch_that_is_known() -> None:
+    """Ranks begin a second epoch within the steps that are looked at, of whose order a loader has told nothing."""
+    ranks, alone = [a_record(rank, 2) for rank in range(2)], a_record(0, 1)
+    for record in (*ranks, alone):
+        record.losses, record.norms = [[2.0], [2.0]], [1.0, 1.0]
+        record.samples.append(["b"] if record.rank == 0 else ["a"])
+    alone.samples[1] = ["b", "a"]
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    assert found.agrees and "up to step 1, where its epoch ends" in found.rows[0].found
+    ranks[1].samples[0] = ["c"]
+    assert not compare("2 ranks", ranks, alone, FLOAT64).agrees
+
+
 def test_the_earliest_step_counts() -> None:
     """A loss of step 2 comes before gradients in the table, and behind those of step 1 in time."""
 
@@ -314,6 +327,17 @@ def test_random_numbers_of_a_steps_own_code_are_noticed(place: str) -> None:
     seen.close()
     drawn = place in ("before", "between", "behind")
     assert (STEP in seen.draws) == drawn and "drop" in seen.draws
+
+
+def test_later_steps_are_not_looked_at() -> None:
+    """What a module draws in step 2, when nothing sees modules any more, is not the step's own code's."""
+    model = Net(False)
+    seen = Activations(model)
+    seen.close()
+    seen.begin_batch()
+    model(torch.randn(2, 4))
+    seen.end_forward()
+    assert seen.draws == []
 
 
 def test_copies_and_means_of_copies_are_no_difference() -> None:
