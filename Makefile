@@ -90,7 +90,7 @@ $(VENV)-docs/.installed: docs/requirements.txt
 	$(call environment,$(VENV)-docs,-r docs/requirements.txt)
 
 docs: $(VENV)-docs/.installed ## build the site into site/; a warning or a broken link fails
-	@$(VENV)-docs/bin/mkdocs build --strict --quiet || { echo "the site does not build: make docs"; exit 1; }
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet || { echo "the site does not build: make docs"; exit 1; }
 
 $(VENV)-package/.installed:
 	$(call environment,$(VENV)-package,build twine)
