@@ -27,11 +27,17 @@ help: ## print the targets
 
 venv: $(STAMP) ## create or reuse .venv with everything installed
 
+# $(call environment,FOLDER,WHAT PIP INSTALLS): the rules of the environments below.
+define environment
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+	{ echo "could not create $(1): install the venv module of your python3 (Debian and Ubuntu: apt install python3-venv)"; rm -rf $(1); exit 1; }
+@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2) || \
+	{ echo "$(1) lacks what pip names above, of: pip install $(subst ",,$(2)); pip needs an index, or their wheels in a folder (PIP_FIND_LINKS)"; exit 1; }
+@touch $@
+endef
+
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-		{ echo "could not create $(VENV): install the venv module of your python3 (Debian and Ubuntu: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[all]"
-	@touch $@
+	$(call environment,$(VENV),--no-compile -c constraints.txt -e ".[all]")
 
 demo: $(STAMP) ## train a GPT-2 on four ranks that pose as two nodes, about two minutes
 	$(BIN)/python examples/train_gpt2.py --demo
@@ -63,10 +69,14 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it. Where `make versions` has
-# left environments the contract runs in each of them, unless a part of the tests was asked for.
-test: style ## style, types and the tests of every change (without those marked slow)
-	@$(MAKE) --no-print-directory -j 2 types suite
+# mypy and the site take one core for a minute: beside the tests, so that no core waits for them. What they say follows
+# what the tests say. Where `make versions` has left environments the contract runs in each of them. Neither the site
+# nor the contract is looked at where a part of the tests was asked for.
+test: style ## style, types, the site and the tests of every change (without those marked slow)
+	@said=$$(mktemp); trap 'rm -f $$said' EXIT; \
+	$(MAKE) --no-print-directory --keep-going types $(if $(strip $(PYTEST_ARGS)),,docs) > $$said 2>&1 & beside=$$!; \
+	$(MAKE) --no-print-directory suite; suite=$$?; \
+	wait $$beside; beside=$$?; cat $$said; exit $$((suite || beside))
 	@$(if $(strip $(PYTEST_ARGS)),:,$(BIN)/python benchmarks/versions.py --made --workers $(TEST_WORKERS))
 
 quick: $(STAMP) ## the tests that start no processes, for the desk
@@ -77,17 +87,13 @@ test-slow: $(STAMP) ## the full matrices
 
 # The site and the package need none of what training needs: each has an environment of its own.
 $(VENV)-docs/.installed: docs/requirements.txt
-	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
-	@touch $@
+	$(call environment,$(VENV)-docs,-r docs/requirements.txt)
 
 docs: $(VENV)-docs/.installed ## build the site into site/; a warning or a broken link fails
-	$(VENV)-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet || { echo "the site does not build: make docs"; exit 1; }
 
 $(VENV)-package/.installed:
-	$(PYTHON) -m venv $(VENV)-package
-	$(VENV)-package/bin/python -m pip install --quiet --disable-pip-version-check build twine
-	@touch $@
+	$(call environment,$(VENV)-package,build twine)
 
 package: $(VENV)-package/.installed ## build sdist and wheel into dist/ and check them
 	rm -rf dist

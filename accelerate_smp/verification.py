@@ -32,6 +32,7 @@ from smp_core.verify import (
     Recorder,
     Report,
     Request,
+    natural_samples,
     read_record,
     refuse,
     requested,
@@ -43,6 +44,11 @@ from smp_core.verify import (
 _UNPREPARED = (
     "the loop trains on batches of a loader that was not prepared, which every rank reads alike; write loader = "
     "accelerator.prepare(loader), or prepare_data_loader(loader)"
+)
+_COUNTED_BY_HAND = (
+    "the loop steps behind every {batches} batches that it counts itself, and the ranks' batches have different "
+    "lengths, so that one process cannot take theirs one after another as such a step; write `with "
+    "accelerator.accumulate(model):`, or pad all batches to one length"
 )
 # What Trainer logs about itself.
 _OF_THE_RUN = ("runtime", "per_second", "flos", "epoch", "step", "memory")
@@ -81,6 +87,8 @@ class _Recording:
         self._latest: tuple[str, list[str]] = ("", [])
         self._training_loader: str | None = None
         self._samples: dict[str, list[str]] = {}
+        self._batches_read = 0
+        self._batches_of_step: set[int] = set()
         self._gradients_noted = False
         self._logged: dict[str, float] = {}
 
@@ -163,6 +171,7 @@ class _Recording:
             self._training_loader = self._latest[0]
         with enabled(accelerator._present):
             value = part_of_mean(loss.detach()) * accelerator.batch_weight
+        self._batches_of_step.add(self._batches_read)
         self.recorder.loss(value * self.micro_batches)
         self.recorder.enter_backward()
         original(accelerator, loss, **kwargs)
@@ -210,6 +219,9 @@ class _Recording:
         for hash_ in self._samples.get(self._training_loader or "", []):
             self.recorder.note_sample(hash_)
         self._samples.clear()
+        facts = self.recorder.record.facts
+        facts["batches of a step"] = max(facts.get("batches of a step", 1), len(self._batches_of_step))
+        self._batches_of_step.clear()
         self.recorder.step_ended(self._logged)
 
     # Loaders
@@ -249,6 +261,7 @@ class _Recording:
                 seen = self.recorder.batch(batch, name)
                 if seen is not batch and loader.device is not None:
                     seen = send_to_device(seen, loader.device)
+                self._batches_read += 1
                 self._latest = (name, sample_hashes(seen))
                 self._samples.setdefault(name, []).extend(self._latest[1])
                 self._sync(number)
@@ -260,6 +273,9 @@ class _Recording:
     def _sync(self, number: int) -> None:
         """Let a loop without ``accumulate`` step once it has had the batches of all ranks, one after another."""
         if self.request.one_by_one and not (self.is_trainer or self.ranks_facts.get("accumulates")):
+            batches = self.ranks_facts.get("batches of a step", 1)
+            if batches > 1:
+                refuse(_COUNTED_BY_HAND.format(batches=batches))
             GradientState()._set_sync_gradients((number + 1) % self.readers == 0)
 
     def _begin(self, loader: Any) -> None:
@@ -272,7 +288,7 @@ class _Recording:
         facts["data_size"] = recorder.record.data_size
         if self.alone:
             wanted = recorder.batches_of_ranks(getattr(loader, "verify_name", ""))
-            recorder.record.natural = _natural_samples(loader, wanted)
+            recorder.record.natural = natural_samples(loader.base_dataloader, wanted, recorder.as_computed)
 
 
 def _around(name: str, method: Callable[..., Any]) -> None:
@@ -284,30 +300,6 @@ def _around(name: str, method: Callable[..., Any]) -> None:
         return method(original, self, *args, **kwargs)
 
     setattr(SmpAccelerator, name, changed)
-
-
-def _natural_samples(loader: Any, batches: int) -> list[str] | None:
-    """Return hashes of the samples that one process would read, in order; None where they are made anew each time."""
-    once, again = (_first_samples(loader, batches) for _ in range(2))
-    return once if once == again else None
-
-
-def _first_samples(loader: Any, batches: int) -> list[str]:
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    found = [getattr(sampler, "generator", None) for sampler in samplers]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    random = torch.get_rng_state()
-    states = [generator.get_state() for generator in generators]
-    reading, hashes = iter(loader.base_dataloader), []
-    for _ in range(batches):
-        batch = next(reading, None)
-        if batch is None:
-            break
-        hashes += sample_hashes(batch)
-    torch.set_rng_state(random)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    return hashes
 
 
 def verify(

@@ -4,8 +4,7 @@
     python benchmarks/recipes.py --only llama_70b_3d      # its rows anew, the others as they are
     python benchmarks/recipes.py --page   # writes the table of docs/recipes.md from that file
 
-Nothing is run but the planner. Knobs that it does not plan with are left out and named; those that a recipe leaves at
-their defaults are fixed there.
+Nothing is run but the planner. Knobs that a recipe leaves at their defaults are fixed there.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ DEFAULTS = {
     "chunked_cross_entropy": None,
     "param_dtype": "bfloat16",
 }
-LEFT_OUT = ("fp8", "expert_parallel_degree")
-"""Knobs that are not planned with."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ def _of_plain(module: Any) -> Size:
 ROWS = (
     Row("Llama 3.1 8B, 16,384 tokens, whole sequences", "llama_8b_16k", lambda m: m.walked(m.RECIPE.full, "whole")),
     Row("the same, each sequence on 8 devices", "llama_8b_16k", lambda m: m.walked(m.RECIPE.full, "context")),
+    Row("the same, and products in FP8", "llama_8b_16k"),
     Row("GPT-2 30B, 512 tokens", "gpt2_30b_mics"),
     Row("GPT-2 30B, 2,048 tokens", "gpt2_30b_mics", lambda m: m.ON_32, cluster="32xp4d"),
     Row("Qwen3 8B, all weights", "qwen3_8b_finetune"),
@@ -107,8 +105,6 @@ def predict(row: Row) -> dict[str, Any]:
     size = row.size(module)
     cluster = row.cluster or module.RECIPE.cluster
     knobs = {**size.knobs, **row.more}
-    left_out = [knob for knob in LEFT_OUT if knob in knobs]
-    fixed = {**DEFAULTS, **{knob: value for knob, value in knobs.items() if knob not in LEFT_OUT}}
     found = {
         "name": row.name,
         "file": row.file,
@@ -117,12 +113,11 @@ def predict(row: Row) -> dict[str, Any]:
         "global_batch": size.global_batch,
         "micro_batch": size.micro_batch,
         "knobs": knobs,
-        "left_out": left_out,
     }
     traced = traced_once(row.model or json.dumps(dict(size.model)), size.tokens)
     workload = Workload(size.tokens, size.global_batch)
     try:
-        recommended = plan(traced, cluster, workload, fixed={**fixed, "micro_batch": size.micro_batch})
+        recommended = plan(traced, cluster, workload, fixed={**DEFAULTS, **knobs, "micro_batch": size.micro_batch})
     except NothingFits as error:
         needs = re.search(r"needs ([\d.]+) GiB of ([\d.]+)", str(error))
         assert needs is not None
@@ -150,8 +145,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         else:
             time = f"{row['seconds']:.2f} ± {row['share']:.0%}".replace("%", " %")
         name = f"[{row['name']}](../examples/recipes/{row['file']}.py)"
-        if row["left_out"]:
-            name += f", planned without `{'`, `'.join(row['left_out'])}`"
         lines.append(f"| {name} | {row['cluster']} | {row['tokens']:,} x {row['global_batch']:,} | {memory} | {time} |")
     return "\n".join([*head, *lines])
 

@@ -29,10 +29,10 @@ from smp_core.verify import (
     Recorder,
     Report,
     Request,
+    natural_samples,
     read_record,
     refuse,
     requested,
-    sample_hashes,
     tell_degrees,
     verify_call,
 )
@@ -148,7 +148,7 @@ class RecordingCallback(Callback):
         facts["precision"] = str(trainer.precision)
         if parallel is None:
             wanted = recorder.batches_of_ranks()
-            recorder.record.natural = _natural_samples(trainer, wanted)
+            recorder.record.natural = _natural_samples(trainer, wanted, recorder)
         if recorder.request.one_by_one and not pl_module.automatic_optimization:
             refuse("manual optimization steps by itself, and cannot take the ranks' batches one after another")
 
@@ -212,7 +212,7 @@ def _logged(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value.numel() == 1 and name not in of_a_rank}
 
 
-def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:
+def _natural_samples(trainer: Trainer, batches: int, recorder: Recorder) -> list[str] | None:
     """Return hashes of the samples that one process would read, in order.
 
     Returns:
@@ -237,24 +237,7 @@ def _natural_samples(trainer: Trainer, batches: int) -> list[str] | None:
             sampler=DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed),
             collate_fn=loader.collate_fn,
         )
-    once, again = (_first_samples(loader, batches) for _ in range(2))
-    return once if once == again else None
-
-
-def _first_samples(loader: DataLoader[Any], batches: int) -> list[str]:
-    random, generator = torch.get_rng_state(), loader.generator
-    state = None if generator is None else generator.get_state()
-    hashes: list[str] = []
-    reading = iter(loader)
-    for _ in range(batches):
-        batch = next(reading, None)
-        if batch is None:
-            break
-        hashes += sample_hashes(batch)
-    torch.set_rng_state(random)
-    if generator is not None and state is not None:
-        generator.set_state(state)
-    return hashes
+    return natural_samples(loader, batches, recorder.as_computed)
 
 
 def verify(

@@ -43,6 +43,8 @@ TESTED = {
     "numpy": ("2.4.6",),
     "safetensors": ("0.8.0",),
 }
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+"""Is there where NVIDIA's driver is loaded."""
 _WRITTEN = 64 * 2**20  # bytes of the storage check
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
 
@@ -75,8 +77,10 @@ def devices() -> Iterator[Finding]:
     """Look at accelerators and what they can compute in."""
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU"
-        fix = "see whether nvidia-smi lists devices, and CUDA_VISIBLE_DEVICES" if torch.version.cuda else ""
-        yield Finding("devices", "problem" if torch.version.cuda else "note", f"CPU only; {built}", fix)
+        # pip's torch for Linux is built for CUDA: on a machine without a driver there is nothing to be found.
+        unseen = torch.version.cuda is not None and NVIDIA_DRIVER.exists()
+        fix = "see whether nvidia-smi lists devices, and CUDA_VISIBLE_DEVICES" if unseen else ""
+        yield Finding("devices", "problem" if unseen else "note", f"CPU only; {built}", fix)
         return
     kinds = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     memory = min(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())) / 2**30

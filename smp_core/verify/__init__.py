@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.verify.batches import sample_hashes as sample_hashes
+    from smp_core.verify.batches import natural_samples as natural_samples, sample_hashes as sample_hashes
     from smp_core.verify.layouts import tell_degrees as tell_degrees
     from smp_core.verify.recorder import Recorder as Recorder, refuse as refuse
     from smp_core.verify.report import Report as Report

@@ -85,7 +85,8 @@ class Activations:
 
     def begin_batch(self) -> None:
         """Look at the code around modules from here on; what reads batches draws numbers of its own before."""
-        self._outside = torch.get_rng_state()
+        if self._hooks:  # later steps are not looked at: what their modules draw would pass for the step's own
+            self._outside = torch.get_rng_state()
 
     def end_forward(self) -> None:
         """Close the look: backward begins."""

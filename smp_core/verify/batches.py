@@ -6,12 +6,16 @@ all their tensors are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class NotJoinable(ValueError):
@@ -63,6 +67,78 @@ def _hash(tensors: Iterable[Tensor]) -> str:
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+READINGS = 5
+"""How often the first samples are read with other random numbers: a flip by chance may come out the same."""
+
+
+def natural_samples(
+    loader: DataLoader[Any], batches: int, change: Callable[[Any], Any] = lambda batch: batch
+) -> list[str] | None:
+    """Return hashes of the samples that a loader's first batches give, in order.
+
+    Random states, also those of samplers, are afterwards what they were.
+
+    Args:
+        loader: as one process has it.
+        batches: their number.
+        change: what becomes of a batch before it is trained on.
+
+    Returns:
+        None where samples are made anew each time they are read: augmentations, masks that a collator draws.
+    """
+    samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = [getattr(sampler, "generator", None) for sampler in samplers]
+    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
+    readings = []
+    for seed in range(READINGS):
+        with _random_states_kept(generators):
+            readings.append(_read_with(seed, loader, change))
+    if any(reading != readings[0] for reading in readings):
+        return None
+    with _random_states_kept(generators):
+        return _read(loader, batches, change)
+
+
+def _read_with(seed: int, loader: DataLoader[Any], change: Callable[[Any], Any]) -> list[str]:
+    """Return hashes of a loader's first samples, made with the random numbers of a seed; their order is not."""
+    dataset, batch_sampler = loader.dataset, loader.batch_sampler
+    if isinstance(dataset, IterableDataset):
+        _seed(seed)
+        return _read(loader, 1, change)
+    indexes: Any = next(iter(loader.sampler if batch_sampler is None else batch_sampler))
+    _seed(seed)
+    samples = dataset[indexes] if batch_sampler is None else [dataset[index] for index in indexes]
+    return sample_hashes(change(loader.collate_fn(samples)))
+
+
+def _read(loader: DataLoader[Any], batches: int, change: Callable[[Any], Any]) -> list[str]:
+    hashes: list[str] = []
+    for _, batch in zip(range(batches), loader, strict=False):
+        hashes += sample_hashes(change(batch))
+    return hashes
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _random_states_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Put the random states of Python, numpy, torch and generators back at the end."""
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(own)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def join(batches: Sequence[Any]) -> Any:

@@ -158,14 +158,19 @@ def _row_of_order(consumed: Sequence[Counter[str]], total: int, natural: Sequenc
     read = f"{total} samples in {len(consumed)} steps, none twice"
     if natural is None:
         return Row("samples", f"{read}; their order is not compared (they are made anew when read)")
-    place, same = 0, True
+    # Natural samples are those of one epoch; what ranks read of the next is not compared.
+    place, steps = 0, 0
+    same = True
     for step in consumed:
         size = sum(step.values())
+        if place + size > len(natural):
+            break
         same = same and Counter(natural[place : place + size]) == step
-        place += size
+        place, steps = place + size, steps + 1
     if same:
-        return Row("samples", f"{read}; those that one process reads, step by step")
-    if sum(consumed, Counter()) == Counter(natural[:place]):
+        whole = "" if steps == len(consumed) else f" up to step {steps}, where its epoch ends"
+        return Row("samples", f"{read}; those that one process reads, step by step{whole}")
+    if sum(consumed[:steps], Counter()) == Counter(natural[:place]):
         return Row("samples", f"{read}; those that one process reads, in other steps", agrees=False)
     return Row("samples", f"{read}; {_OTHER_SAMPLES}", agrees=False)
 

@@ -168,8 +168,7 @@ class Recorder:
         Args:
             loader: which loader it came from, where there are several.
         """
-        if self.request.float64:
-            batch = map_batch(batch, _to_double)
+        batch = self.as_computed(batch)
         number = self._read.get(loader, 0)
         self._read[loader] = number + 1
         if self.request.role == "one process":
@@ -180,6 +179,10 @@ class Recorder:
             copy = map_batch(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
             self._batches.setdefault(loader, []).append(copy)
         return batch
+
+    def as_computed(self, batch: Any) -> Any:
+        """Return a batch in the dtype that was asked for."""
+        return map_batch(batch, _to_double) if self.request.float64 else batch
 
     def reads(self, batch: Any) -> None:
         """Note the samples of a batch that is trained on."""

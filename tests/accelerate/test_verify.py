@@ -76,3 +76,10 @@ def test_positions_of_the_local_length_are_found() -> None:
     (found,) = verified("--plant", "local_positions", layout="context_parallel_degree=2 ranks=2").comparisons
     assert found.part is not None
     assert "position" in " ".join([found.part.words, *found.causes])
+
+
+@pytest.mark.slow
+def test_a_loop_that_counts_its_micro_batches_is_refused_where_batches_cannot_be_joined() -> None:
+    """Taken one after another they would end its step in the middle of what the ranks' step was."""
+    with pytest.raises(ValueError, match=r"steps behind every 2 batches .*with accelerator.accumulate"):
+        verified("--kind", "counted_by_hand", layout="shard_degree=2 ranks=2")

@@ -29,6 +29,9 @@ PLANTED = {
     "frozen_part": ("gradients", "blocks.0.", "frozen part"),
     "detached_by_ranks": ("gradients", "blocks.1.up.", "frozen part or lost hook"),
     "missing_sync": ("gradients", "", "missing sync"),
+    "imaginary_gradients": ("gradients", "mix.weight", "lost hook"),
+    "imaginary_weights": ("weights", "mix.weight", "the optimizer's step"),
+    "imaginary_replicas": ("loss", "", "missing sync"),
     "rate_by_ranks": ("weights", "", "learning rate"),
     "half_precision_masters": ("weights", "", "half-precision masters"),
     "stepped_by_hand": ("buffers", "seen", "a buffer that is computed from one rank's samples"),
@@ -36,6 +39,8 @@ PLANTED = {
     "same_samples": ("samples", "", "data order"),
     "dropped_samples": ("samples", "", "data order"),
 }
+# Defects that only replicas show: on two ranks that hold one copy there are none.
+OF_REPLICAS = ("missing_sync", "imaginary_replicas")
 # Kind of script -> layout. Those of two ranks and float64, unless the script says what it computes in.
 CORRECT = {
     "plain": "shard_degree=2 ranks=4",
@@ -45,6 +50,8 @@ CORRECT = {
     "stream": "shard_degree=2 ranks=2",
     "mixed": "shard_degree=2 ranks=2",
     "measured": "shard_degree=2 ranks=2",
+    "complex": "shard_degree=2 ranks=4",
+    "augmented": "shard_degree=2 ranks=2",
 }
 GROUPED = "how samples are grouped"
 
@@ -87,7 +94,7 @@ def test_a_trainer_without_torch_smp_is_refused_with_what_to_write() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_defects_are_found(name: str) -> None:
-    layout = "shard_degree=2 ranks=4" if name == "missing_sync" else "shard_degree=2 ranks=2"
+    layout = "shard_degree=2 ranks=4" if name in OF_REPLICAS else "shard_degree=2 ranks=2"
     require_found(verified("--plant", name, layout=layout, steps=3), *PLANTED[name])
 
 

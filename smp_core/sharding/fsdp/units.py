@@ -116,7 +116,7 @@ class ShardedUnit:
         self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
-        self._has_seen_dtypes = self._is_used_in_backward = False
+        self._has_seen_dtypes = False
         # Full names, in FSDP2's order of parameters.
         if in_order:
             self.names = list(parameter_names)
@@ -186,11 +186,13 @@ class ShardedUnit:
         self.hold_gradients(before)
 
     def reduce_rest(self) -> None:
-        """Reduce, at the end of a backward pass, gradients that FSDP2 leaves on the unit: those of a use that a
-        reentrant checkpoint recomputed in the pass when it had come through another use. Collective over the partition
-        group."""
-        was_used, self._is_used_in_backward = self._is_used_in_backward, False
-        if was_used and self.group is not None and self.unsharded_gradients():
+        """Reduce, at the end of a backward pass, gradients that FSDP2 leaves on the unit. Collective over the partition
+        group.
+
+        Those of a use that a reentrant checkpoint recomputed in the pass when it had come through another use; and
+        those of a unit whose output is a view that was written into behind it, of which FSDP2 loses sight.
+        """
+        if self.group is not None and self.unsharded_gradients():
             self.group.reduce()
             self.group.end_of_reduction()
 
@@ -318,8 +320,6 @@ class ShardedUnit:
             self._reductions.used(self, inputs, self.group.reduce)
             if self.listener is not None:
                 self.listener.used()
-        elif torch.is_grad_enabled():
-            self._is_used_in_backward = True
 
     def run_ahead(self, enabled: bool) -> None:
         """Set whether several forwards come before the backward pass of the first. The first of them reads nothing that

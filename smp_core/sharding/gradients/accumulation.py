@@ -76,6 +76,12 @@ _windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = weakref.WeakKeyD
 """In the order in which they were made, which is the same on all ranks."""
 
 
+_UNHEARD = (
+    "a backward pass has left gradients in {unit} and did not come through it: its output is a view that was written "
+    "into behind it, of which FSDP2 loses sight. Write x = x + y for x += y, or return x.clone() from it."
+)
+
+
 class AccumulationWindow:
     """Owns the gradients between the first micro-batch of an optimizer step and the step.
 
@@ -233,10 +239,15 @@ class AccumulationWindow:
         Raises:
             RanksDiverged: ranks of one partition group issued different collectives, or ranks train different
                 parameters; on all ranks, and ``.grad`` is None everywhere.
+            ValueError: a backward pass came through no unit, and left gradients in one.
         """
         if self.is_open:
             self._close()
             self._gave_up = False
+            return
+        for each in self._units:
+            if each.unit.unsharded_gradients() and not each.unit.is_passed_by:
+                raise ValueError(_UNHEARD.format(unit=each.unit.name or "the model"))
 
     @torch.no_grad()
     def refuse_attached(self) -> None:

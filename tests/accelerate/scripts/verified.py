@@ -88,6 +88,21 @@ def loop(flags: argparse.Namespace) -> None:
         accelerator.log({"seen": seen.item()})
 
 
+def counted_by_hand(flags: argparse.Namespace) -> None:
+    """A loop that adds gradients of two batches up by itself, without ``accumulate``; batches are padded."""
+    accelerator = Accelerator()
+    set_seed(3)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(samples(padded=True), batch_size=4, shuffle=True, collate_fn=padded_together)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss / 2)
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def trainer(flags: argparse.Namespace) -> None:
     set_seed(3)
     args = TrainingArguments(
@@ -101,7 +116,8 @@ def trainer(flags: argparse.Namespace) -> None:
     Trainer(model=gpt2(), args=args, train_dataset=data, data_collator=collator).train()
 
 
-KINDS = ("loop", "trainer", "masked", "padded")
+LOOPS = {"loop": loop, "counted_by_hand": counted_by_hand}
+KINDS = (*LOOPS, "trainer", "masked", "padded")
 PLANTS = ("local_positions", "unprepared_loader", "doubled_metric")
 
 
@@ -110,7 +126,7 @@ def main() -> None:
     parser.add_argument("--kind", default="loop", choices=KINDS)
     parser.add_argument("--plant", choices=PLANTS)
     flags = parser.parse_args()
-    (loop if flags.kind == "loop" else trainer)(flags)
+    LOOPS.get(flags.kind, trainer)(flags)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import smp_core.cli.doctor as doctor
@@ -45,6 +46,18 @@ def test_what_has_to_change_is_a_problem_with_its_fix(tmp_path: Path, monkeypatc
     assert {"torch", "GLOO_SOCKET_IFNAME", "storage", "links"} <= fixes.keys() and all(fixes.values())
     assert fixes["torch"] == "pip install 'torch>=2.11'" and fixes["GLOO_SOCKET_IFNAME"].endswith("lo")
     assert states(found)["transformers"] == "note"
+
+
+@pytest.mark.parametrize(("has_driver", "state"), [(True, "problem"), (False, "note")])
+def test_a_machine_without_a_device_is_no_problem(
+    has_driver: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's torch for Linux is built for CUDA, also where nobody has a device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path if has_driver else tmp_path / "none")
+    (found,) = doctor.devices()
+    assert found.state == state and bool(found.fix) == has_driver
 
 
 def test_a_check_that_fails_is_a_finding() -> None:

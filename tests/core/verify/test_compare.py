@@ -12,8 +12,9 @@ from torch import nn
 from smp_core.verify.activations import STEP, Activations, Moments, difference, over_ranks
 from smp_core.verify.causes import likely_causes
 from smp_core.verify.compare import Comparison, compare
-from smp_core.verify.recorder import Record, turn_off_dropout
+from smp_core.verify.recorder import Record, Recorder, turn_off_dropout
 from smp_core.verify.report import Report
+from smp_core.verify.request import Request
 from smp_core.verify.tolerance import tolerance_of
 
 FLOAT64 = tolerance_of({}, float64=True)
@@ -184,6 +185,19 @@ def test_samples_that_are_equal_in_the_data_are_read_by_several_ranks() -> None:
     assert compare("2 ranks", ranks, alone, FLOAT64).agrees
 
 
+def test_samples_are_compared_up_to_the_end_of_the_epoch_that_is_known() -> None:
+    """Ranks begin a second epoch within the steps that are looked at, of whose order a loader has told nothing."""
+    ranks, alone = [a_record(rank, 2) for rank in range(2)], a_record(0, 1)
+    for record in (*ranks, alone):
+        record.losses, record.norms = [[2.0], [2.0]], [1.0, 1.0]
+        record.samples.append(["b"] if record.rank == 0 else ["a"])
+    alone.samples[1] = ["b", "a"]
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    assert found.agrees and "up to step 1, where its epoch ends" in found.rows[0].found
+    ranks[1].samples[0] = ["c"]
+    assert not compare("2 ranks", ranks, alone, FLOAT64).agrees
+
+
 def test_the_earliest_step_counts() -> None:
     """A loss of step 2 comes before gradients in the table, and behind those of step 1 in time."""
 
@@ -249,6 +263,41 @@ def test_imaginary_parts_of_activations_are_compared() -> None:
     assert all((difference(runs[1][place], event) or 0.0) > 1e-9 for place, event in runs[0].items())
 
 
+def trained_record(gradient_turn: float = 1.0, weight_turn: float = 0.0) -> Record:
+    """A step of a model with complex weights: imaginary parts of gradients times one number, weights plus another."""
+    model, recorder = ComplexNet(), Recorder(Request("one process", "not written", steps=2))
+    recorder.begin(model, None)
+    loss = model(torch.ones(2, dtype=torch.complex128)).real
+    recorder.loss(loss.detach())
+    recorder.enter_backward()
+    loss.backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    gradient.imag.mul_(gradient_turn)
+    recorder.gradients()
+    with torch.no_grad():
+        model.weight.sub_(0.1 * gradient).add_(weight_turn * 1j)
+    recorder.step_ended()
+    recorder.record.end = recorder.record.first
+    return recorder.record
+
+
+class ComplexNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5 + 1.0j, 1.0 - 0.5j], dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().square().sum().to(x.dtype)
+
+
+@pytest.mark.parametrize(("turns", "what"), [({"gradient_turn": 2.0}, "gradients"), ({"weight_turn": 0.1}, "weights")])
+def test_imaginary_parts_of_gradients_and_weights_are_compared(turns: dict[str, float], what: str) -> None:
+    found = compare("1 rank", [trained_record(**turns)], trained_record(), FLOAT64)
+    assert found.part is not None and (found.part.what, found.part.where) == (what, "weight")
+    assert compare("1 rank", [trained_record()], trained_record(), FLOAT64).agrees
+
+
 def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
     model = Net(False)
     seen = Activations(model)
@@ -278,6 +327,17 @@ def test_random_numbers_of_a_steps_own_code_are_noticed(place: str) -> None:
     seen.close()
     drawn = place in ("before", "between", "behind")
     assert (STEP in seen.draws) == drawn and "drop" in seen.draws
+
+
+def test_later_steps_are_not_looked_at() -> None:
+    """What a module draws in step 2, when nothing sees modules any more, is not the step's own code's."""
+    model = Net(False)
+    seen = Activations(model)
+    seen.close()
+    seen.begin_batch()
+    model(torch.randn(2, 4))
+    seen.end_forward()
+    assert seen.draws == []
 
 
 def test_copies_and_means_of_copies_are_no_difference() -> None:

@@ -42,6 +42,15 @@ class Tokens(Dataset):
         return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
 
 
+class Augmented(Tokens):
+    """Samples that are made anew each time they are read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        masked = torch.rand(LENGTH) < 0.2
+        return {**sample, "input_ids": sample["input_ids"].masked_fill(masked, 0)}
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         tokens = Tokens()
@@ -58,6 +67,17 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
+
+
+class Fourier(nn.Module):
+    """Complex weights of frequencies, in half the digits of float64, as Fourier operators are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) @ self.weight.to(x.dtype.to_complex()), n=x.shape[1], dim=1)
 
 
 class Model(L.LightningModule):
@@ -197,6 +217,41 @@ def round_weights(model: Model) -> None:
 
 
 @plant
+def imaginary_gradients(model: Model) -> None:
+    model.mix = Fourier()
+    if RANKS == 1:
+        model.mix.weight.register_hook(lambda gradient: gradient + 0.5j * gradient.imag)
+
+
+@plant
+def imaginary_weights(model: Model) -> None:
+    turn_behind_steps(model, RANKS > 1)
+
+
+@plant
+def imaginary_replicas(model: Model) -> None:
+    turn_behind_steps(model, RANK >= 2)
+
+
+def turn_behind_steps(model: Model, turned: bool) -> None:
+    """Add to the imaginary part of complex weights behind each step."""
+    model.mix = Fourier()
+
+    def configure_optimizers() -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=model.lr)
+        if turned:
+            optimizer.register_step_post_hook(lambda *_: turn(model.mix.weight))
+        return optimizer
+
+    model.configure_optimizers = configure_optimizers
+
+
+@torch.no_grad()
+def turn(weight: torch.Tensor) -> None:
+    weight.add_(0.02j)
+
+
+@plant
 def missing_sync(model: Model) -> None:
     def on_train_start() -> None:
         if RANKS > 1:
@@ -252,6 +307,8 @@ def noise_in_the_step(model: Model) -> None:
 def loader_of(flags: argparse.Namespace) -> DataLoader:
     if flags.kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if flags.kind == "augmented":
+        return DataLoader(Augmented(), batch_size=4, shuffle=True)
     if flags.plant == "seed_by_rank":
         generator = torch.Generator().manual_seed(RANK)
         return DataLoader(Tokens(), batch_size=4, shuffle=True, generator=generator)
@@ -263,7 +320,7 @@ def loader_of(flags: argparse.Namespace) -> DataLoader:
 
 
 NOT_IN_THE_MODEL = ("batch_norm", "seed_by_rank", "same_samples", "dropped_samples", "unseeded_draw")
-KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured")
+KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured", "complex", "augmented")
 
 
 def main() -> None:
@@ -278,6 +335,8 @@ def main() -> None:
     kinds = {"manual": Manual, "measured": Measured}
     norms = flags.plant == "batch_norm" or flags.kind == "synced_norms"
     model = kinds[flags.kind]() if flags.kind in kinds else Model(norms)
+    if flags.kind == "complex":
+        model.mix = Fourier()
     if flags.plant in PLANTS:
         PLANTS[flags.plant](model)
     options: dict[str, Any] = {"gradient_clip_val": 1.0} if flags.kind != "manual" else {}
