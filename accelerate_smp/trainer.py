@@ -33,6 +33,7 @@ from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
+from smp_core.checkpoint import iterate_tensors
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
@@ -282,8 +283,8 @@ class _ReadsValue(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = (*args, *(kwargs or {}).values())
-        if any(argument is copy for argument in given for copy in self._copies):
+        given = iterate_tensors([args, kwargs])
+        if any(tensor is copy for _, tensor in given for copy in self._copies):
             if function.__name__ not in self._OTHER:
                 self.seen = True
             elif isinstance(result, torch.Tensor):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from accelerate_smp.trainer import _ReadsValue
 from tests.accelerate.trainers import Run, assert_close, make_model, make_trainer, whole_weights
 from tests.harness import run_ranks
 
@@ -119,6 +120,24 @@ def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:
     for seen in run_ranks(all_variants, 2, tmp_path / "ranks", {"shard_degree": 2}, MEANS):
         for name in MEANS:
             assert_close(seen[name], expected[name], 8e-7)
+
+
+@pytest.mark.parametrize(
+    ("use", "seen"),
+    [
+        (lambda count: count.to(torch.float64).device, False),
+        (lambda count: torch.is_floating_point(count.detach()), False),
+        (lambda count: torch.ones(2).sum() / count.to("cpu"), True),
+        (lambda count: torch.stack([count, count]), True),
+        (lambda count: 1 / int(count), True),
+        (lambda count: torch.div(torch.ones(2), other=count), True),
+    ],
+)
+def test_what_reads_a_count_is_told_from_what_moves_it(use: Any, seen: bool) -> None:
+    count = torch.tensor(5)
+    with _ReadsValue(count) as reads:
+        use(count)
+    assert reads.seen == seen
 
 
 class Numbers(torch.utils.data.IterableDataset):
