@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from smp_core.context_parallel.documents import labels_within_documents as labels_within_documents
     from smp_core.context_parallel.flash import FLASH as FLASH
+    from smp_core.context_parallel.learned_positions import require_lengths as require_lengths
     from smp_core.context_parallel.replaced_attention import (
         SplitBatch as SplitBatch,
         active_split as active_split,

@@ -36,6 +36,7 @@ from smp_core.context_parallel.documents import (
     positions_of_first_tokens,
 )
 from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
+from smp_core.context_parallel.learned_positions import LearnedPositions
 from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
@@ -79,12 +80,17 @@ class ContextParallel:
         everyone: the group over which targets are counted: all ranks that train on one global batch. None: the context
             group.
         trial: tries the model's first calls under a split batch; None: nothing is tried.
+        learned: the model's table of learned positions; None: it has none.
     """
 
     def __init__(
-        self, group: ContextGroup, everyone: dist.ProcessGroup | None = None, trial: Trial | None = None
+        self,
+        group: ContextGroup,
+        everyone: dist.ProcessGroup | None = None,
+        trial: Trial | None = None,
+        learned: LearnedPositions | None = None,
     ) -> None:
-        self.group, self.trial = group, trial
+        self.group, self.trial, self.learned = group, trial, learned
         self._everyone = group.process_group if everyone is None else everyone
 
     @property
@@ -112,7 +118,8 @@ class ContextParallel:
             weight: of an evaluation's batch, 0 where it is another rank's, which counts nothing; None in training.
 
         Raises:
-            ValueError: no sequence is found, dims differ, an attention mask with holes or of 4 dims, labels per row.
+            ValueError: no sequence is found, dims differ, an attention mask with holes or of 4 dims, labels per row,
+                more tokens than the model has learned positions.
         """
         layout = layout or BatchLayout()
         batch = self.broadcast(batch)
@@ -125,6 +132,8 @@ class ContextParallel:
                 f"a batch of type {type(batch).__name__} cannot be split along the sequence: which target belongs to a "
                 "token is not said; give a mapping with input_ids and labels, or a tuple (input, target)"
             )
+        if self.learned is not None:
+            self.learned.require(split.length, split.last_position)
         if split.shift_labels is not None and count:
             self._count_targets(split, weight)
         split.trial = self.trial
@@ -389,8 +398,13 @@ def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:
     return rows, next(iter(lengths.values()))
 
 
-def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> ContextParallel:
+def share_sequences(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, learned: LearnedPositions | None
+) -> ContextParallel:
     """Make the model's attention one over the context ranks, in place.
+
+    Args:
+        learned: the model's table of learned positions; None: it has none.
 
     Returns:
         the splitter of batches.
@@ -403,4 +417,4 @@ def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMete
     group = register_group(mesh.group(Axis.CONTEXT), head_groups=head_groups, meter=meter)
     coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
     trial = Trial(model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None)
-    return ContextParallel(group, mesh.world_group, trial)
+    return ContextParallel(group, mesh.world_group, trial, learned)

@@ -42,7 +42,7 @@ from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
 from smp_core.cluster import Axis, Layout, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
-from smp_core.context_parallel import chunk_losses, share_sequences, try_call
+from smp_core.context_parallel import chunk_losses, require_lengths, share_sequences, try_call
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
@@ -128,7 +128,8 @@ def parallelize_model(
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
     tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter, inspected)
-    context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
+    learned = require_lengths(model)
+    context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter, learned)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
     routers = _balance_routers(model, mesh, whole_plan, meter)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from accelerate_smp import SmpAccelerator
 from accelerate_smp.config import resolve_config
 from tests.accelerate.running import fresh_accelerator, make_loader
-from tests.accelerate.trainers import make_trainer
+from tests.accelerate.trainers import LENGTH, make_model, make_trainer
 from tests.core.models import TroubledModel
 from tests.harness import run_ranks
 
@@ -171,3 +171,21 @@ def test_refusals_on_ranks() -> None:
             assert "TroubledModel had before it was sharded" in said[name] and "accelerator.prepare(" in said[name]
         assert "even_batches=False deals 9 batches out to 4 ranks: 1 of them would" in said["one batch more"]
         assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]
+
+
+def train_beyond_positions(folder: str, knobs: dict[str, Any]) -> str:
+    model = make_model()
+    model.transformer.wpe = torch.nn.Embedding(LENGTH - 1, model.config.n_embd)
+    model.config.n_positions = LENGTH - 1
+    trainer, _ = make_trainer(folder, 4, 1, knobs, model=model)
+    with pytest.raises(ValueError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"context_parallel_degree": 2}], ids=["usual", "context"])
+def test_sequences_beyond_learned_positions_are_refused_with_the_limit(knobs: dict[str, Any], tmp_path: Path) -> None:
+    """Also where each rank's part would fit."""
+    for message in run_ranks(train_beyond_positions, 2, str(tmp_path), knobs):
+        assert f"sequences of {LENGTH} tokens: GPT2LMHeadModel has learned {LENGTH - 1} positions" in message
+        assert f"max_position_embeddings={LENGTH}" in message and "context_parallel_degree=1" not in message

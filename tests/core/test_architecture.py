@@ -423,7 +423,7 @@ NO_CONVERSIONS = {
         "tuple",
     ),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
-    "_inspected",  # looks at the model
+    *("_inspected", "require_lengths"),  # look at the model
     "played_of",  # copies of what stages leave out, before they do
 }
 

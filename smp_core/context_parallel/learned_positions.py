@@ -1,0 +1,101 @@
+"""Sequences that are longer than a Transformers model's table of learned positions, refused in words.
+
+Torch says "index out of range in self" on a CPU, and ends the process by an assertion on a GPU. Positions that are
+computed (RoPE) have no table, and no such end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from smp_core.context_parallel.replaced_attention import active_split
+from smp_core.context_parallel.transformers_models import transformers_models
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A model's table of learned positions.
+
+    Attributes:
+        model: the name of the model's class.
+        table: the name of the table in it.
+        count: its positions.
+        skips_padding: whether the model counts positions of unmasked tokens only.
+    """
+
+    model: str
+    table: str
+    count: int
+    skips_padding: bool
+
+    def require(self, length: int, last_position: Tensor | None = None) -> None:
+        """Refuse sequences of a length.
+
+        Args:
+            last_position: the largest position in them, where it is not the last token's: of packed documents, or
+                padding. It is looked at only where the length alone is too large.
+
+        Raises:
+            ValueError: names the model's limit, the length, and what to type.
+        """
+        if length <= self.count or (last_position is not None and int(last_position) < self.count):
+            return
+        raise ValueError(
+            f"sequences of {length} tokens: {self.model} has learned {self.count} positions ({self.table}, "
+            f"config.max_position_embeddings={self.count}); allowed: at most {self.count} tokens. Give it shorter "
+            f"sequences, or make the model with max_position_embeddings={length}, whose further positions have to be "
+            "learned"
+        )
+
+    def require_of_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse the sequences of a model's call: a forward hook. Split ones were looked at when they were whole."""
+        tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+        if tokens is None and args:
+            tokens = args[0]
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or active_split() is not None:
+            return
+        length = tokens.shape[1]
+        if length <= self.count:
+            return
+        given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        last = None if given is None else given.max()
+        if last is None and self.skips_padding and mask is not None and mask.dim() == 2:
+            last = mask.sum(1).max() - 1
+        self.require(length, last)
+
+
+def learned_positions(model: nn.Module) -> LearnedPositions | None:
+    """Find the table of learned positions of the first Transformers model in ``model``; None if it has none."""
+    found = transformers_models(model)
+    if not found:
+        return None
+    limit = getattr(found[0].config.get_text_config(), "max_position_embeddings", None)
+    for name, module in found[0].named_modules():
+        if not isinstance(module, nn.Embedding) or not _is_of_positions(name):
+            continue
+        # Some tables begin with rows that no position has.
+        before = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+        count = module.num_embeddings - before
+        if limit in (count, module.num_embeddings):
+            return LearnedPositions(type(found[0]).__name__.removeprefix("FSDP"), name, count, before > 0)
+    return None
+
+
+def require_lengths(model: nn.Module) -> LearnedPositions | None:
+    """Refuse sequences longer than the table of learned positions, before each call of the model that has one.
+
+    Returns:
+        the table, for sequences that are split; None if there is none.
+    """
+    table = learned_positions(model)
+    if table is not None:
+        transformers_models(model)[0].register_forward_pre_hook(table.require_of_call, prepend=True, with_kwargs=True)
+    return table
+
+
+def _is_of_positions(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last == "wpe" or "position" in last
