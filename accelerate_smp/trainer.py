@@ -186,7 +186,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         alongside the loss, and the loss of a whole training.
         """
         if "train_loss" in logs and "train_runtime" in logs:
-            logs = {**logs, "train_loss": self._over_ranks(logs["train_loss"])}
+            logs["train_loss"] = self._over_ranks(logs["train_loss"])  # Trainer writes into what it returns, too
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
