@@ -123,7 +123,7 @@ def load_named_optimizer_state(
             state[owner] = read[owner] if isinstance(entry, Unread) else _entry_like(by_name.get(owner), entry)
     number = {name: i for i, name in enumerate(names)}
     numbered = {number.get(name, name): entry for name, entry in state.items()}
-    optimizer.load_state_dict({"state": numbered, "param_groups": _groups_like(optimizer, names, groups)})
+    optimizer.load_state_dict({"state": numbered, "param_groups": _groups_like(optimizer, groups)})
 
 
 def _read_sharded_like(
@@ -174,42 +174,17 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
-def _groups_like(optimizer: Optimizer, names: list[str], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved groups with this optimizer's numbers: states are found by name, whatever the order was. Groups
-    that were divided in another way (Trainer does so by meshes) are put together where their settings are the same.
-
-    Args:
-        names: of the optimizer's parameters in the checkpoint, in the order of their numbers.
-    """
+def _groups_like(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
-        saved = _divided_again(names, sizes, saved)
+        raise CheckpointError(
+            f"the saved optimizer has parameter groups of {[len(g['params']) for g in saved]} parameters, this one of "
+            f"{sizes}; build configure_optimizers as it was"
+        )
     numbers = itertools.count()
     numbered = [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in saved]
     return _on_their_devices(optimizer, numbered)
-
-
-def _divided_again(names: list[str], sizes: list[int], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return saved groups divided into groups of these sizes, in the order of the names.
-
-    Raises:
-        CheckpointError: one of them would have parameters of different settings.
-    """
-    settings: dict[str, dict[str, Any]] = {}
-    for group in saved:
-        rest = {key: value for key, value in group.items() if key != "params"}
-        settings |= dict.fromkeys(group["params"], rest)
-    groups, left = [], iter(names)
-    for size in sizes:
-        members = list(itertools.islice(left, size))
-        first = settings[members[0]] if members else {}
-        if any(settings[name] != first for name in members):
-            raise CheckpointError(
-                f"the saved optimizer has parameter groups of {[len(g['params']) for g in saved]} parameters, this one "
-                f"of {sizes}; build configure_optimizers as it was"
-            )
-        groups.append({**first, "params": members})
-    return groups
 
 
 def _on_their_devices(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
