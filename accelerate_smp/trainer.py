@@ -139,6 +139,16 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             self.args.__dict__.pop("_setup_devices", None)
             assert self.args.device.type == "cpu"
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create the optimizer as Trainer does, in the same groups before and after the model is sharded: Trainer would
+        divide those of a model that has been evaluated by meshes, and no other run could load their states."""
+        found = getattr(trainer_module, "has_mixed_dtensor", None)
+        trainer_module.has_mixed_dtensor = lambda tensors: False
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            trainer_module.has_mixed_dtensor = found
+
     def get_tp_size(self) -> int:
         """Return 1: the ranks that share a batch count its targets once each, and the losses of all are averaged.
         Transformers before 5.20 divides the count by such ranks and not the loss.

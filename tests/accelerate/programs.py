@@ -133,6 +133,10 @@ def draw(seed: int) -> Program:
     if program["arguments"]["optim"] == "adafactor" and program["model"] in ("gpt2", "bert"):
         # The bias of keys has no gradient but what rounding leaves, 1e-18, which Adafactor divides by itself.
         program["arguments"]["optim"] = "adagrad"
+    if "tensor_parallel_degree" in program["knobs"] and program["model"] == "llama":
+        # What is computed again is cast to float32, of which ranks add up parts.
+        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            program["arguments"].pop(name, None)
     if samples_ranks(program) == 1:
         _of_one_reader(program)
     if program["data"] == "group_by_length" and program["script"][0] != "train":
@@ -145,6 +149,10 @@ def draw(seed: int) -> Program:
     )
     if by_rank_0 and program["lengths"] == "ragged" and _measure(program) != "one process":
         program["lengths"] = "fixed"  # DDP waits for a rank that cannot put batches of several lengths together
+    if program["lengths"] == "ragged" and "context_parallel_degree" in program["knobs"]:
+        # Padding attends to other padding there, so that logits differ where no row is.
+        program["metrics"] = False
+        program["script"] = [call for call in program["script"] if call != "predict"]
     program["by"] = _measure(program)
     measured_alone = program["by"] == "one process" and not program["accelerator_config"].get("dispatch_batches")
     if program["resume"] and not measured_alone and program["data"] != "stream":
