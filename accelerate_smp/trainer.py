@@ -142,7 +142,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the optimizer as Trainer does, in the same groups before and after the model is sharded: Trainer would
         divide those of a model that has been evaluated by meshes, and no other run could load their states."""
-        found = getattr(trainer_module, "has_mixed_dtensor", None)
+        found: Any = getattr(trainer_module, "has_mixed_dtensor", None)
         trainer_module.has_mixed_dtensor = lambda tensors: False
         try:
             return super().create_optimizer(*args, **kwargs)
