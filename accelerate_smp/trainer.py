@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainerCallback, TrainingArguments, trainer as trainer_module
 from transformers.integrations import WandbCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,6 +33,7 @@ from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
+from smp_core.checkpoint import iterate_tensors
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
@@ -55,6 +57,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     accelerator: SmpAccelerator
     _came_sharded = False
+    _ignores_count: bool | None = None
+    """Whether the loss takes the count of targets and does not divide by it; None: not seen yet."""
 
     def __init__(
         self, *arguments: Any, smp_config: SmpConfig | Mapping[str, Any] | str | None = None, **keywords: Any
@@ -159,14 +163,32 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as Trainer does, which multiplies it by ranks where targets of all of them are counted; an
-        auxiliary loss of routers is a mean, and is not multiplied."""
+        auxiliary loss of routers is a mean, and is not multiplied. Nor is the mean of a model that takes the count and
+        does not divide by it (BERT's classifiers)."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         is_multiplied = counts and self.args.average_tokens_across_devices
+        count = kwargs.get("num_items_in_batch")
         with self._counting_ranks_once():
-            counted = kwargs.get("num_items_in_batch") is not None
-            factor = self.accelerator.num_processes if is_multiplied and counted else 1
-            with losses_multiplied_by(factor):
-                return super().compute_loss(*args, **kwargs)
+            factor = self.accelerator.num_processes if is_multiplied and count is not None else 1
+            model = args[0] if args else kwargs["model"]
+            with losses_multiplied_by(factor), self._seeing_use_of(count if factor > 1 else None, model):
+                result = super().compute_loss(*args, **kwargs)
+        if factor == 1 or not self._ignores_count:
+            return result
+        return (result[0] / factor, *result[1:]) if isinstance(result, tuple) else result / factor
+
+    @contextlib.contextmanager
+    def _seeing_use_of(self, count: Any, model: torch.nn.Module) -> Iterator[None]:
+        """Find out, the first time, whether a loss is divided by the count of targets."""
+        parallel = parallel_of(model)
+        compiles = self.args.torch_compile or parallel is None or parallel.config.compile
+        splits = parallel is None or parallel.pipeline is not None or parallel.config.context_parallel_degree > 1
+        if self._ignores_count is not None or not isinstance(count, torch.Tensor) or compiles or splits:
+            yield
+            return
+        with _ReadsValue(count) as reads:
+            yield
+        self._ignores_count = not reads.seen
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():
@@ -277,6 +299,29 @@ def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if sharding is not None:
             config.distributed_config = sharding  # type: ignore[union-attr]
+
+
+class _ReadsValue(TorchFunctionMode):
+    """Sees whether anything is computed with the value of a tensor; where it lies and what it is does not count."""
+
+    _OTHER = frozenset(
+        ("__get__", "to", "cpu", "cuda", "contiguous", "clone", "detach", "size", "dim", "is_floating_point")
+    )
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._copies = [tensor]
+        self.seen = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = iterate_tensors([args, kwargs])
+        if any(tensor is copy for _, tensor in given for copy in self._copies):
+            if function.__name__ not in self._OTHER:
+                self.seen = True
+            elif isinstance(result, torch.Tensor):
+                self._copies.append(result)
+        return result
 
 
 class SmoothedLabels(LabelSmoother):

@@ -6,6 +6,8 @@ Trainer hands saving and loading to methods of its own, one for each part (``_sa
     checkpoints     beside the model the folder ``smp_state``: sharded weights and optimizer states by name, schedule,
                     scaler, random states; loads on any number of ranks
     resume          the data position counted in samples, so that another global batch goes on where the last ended
+
+Accelerator has no public name for the loaders that it prepared (``_dataloaders``).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from accelerate_smp.trainer import _ReadsValue
 from tests.accelerate.trainers import Run, assert_close, make_model, make_trainer, whole_weights
 from tests.harness import run_ranks
 
@@ -40,6 +41,19 @@ def mean_of_squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any 
     return (logits[..., :-1, :].square().mean(-1) * kept).sum() / num_items_in_batch
 
 
+def mean_of_all_squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A user's loss that takes the count of items and is a mean over this rank's all the same."""
+    return (outputs["logits"] if isinstance(outputs, dict) else outputs.logits).square().mean()
+
+
+class Classifier(GPT2LMHeadModel):
+    """Takes every keyword and returns a mean, as BERT's classifiers do."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = super().forward(input_ids=input_ids).logits.mean(1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, input_ids[:, 0]), "logits": logits}
+
+
 def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
     flags: dict[str, Any] = {}
     if name == "bf16":
@@ -51,9 +65,14 @@ def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
     if name == "buffers":
         torch.manual_seed(0)
         flags["model"] = Buffered(make_model().config)
+    if name == "classifier":
+        torch.manual_seed(0)
+        flags["model"] = Classifier(make_model().config)
     trainer, recorder = make_trainer(folder, BATCH, 2, knobs, **flags)
     if name == "own loss":
         trainer.compute_loss_func = mean_of_squares
+    if name == "own mean":
+        trainer.compute_loss_func = mean_of_all_squares
     trainer.train()
     if name == "buffers":
         trainer.save_model(str(folder / "final"))
@@ -90,6 +109,35 @@ def test_settings_of_trainer_mean_what_they_mean_in_one_process(tmp_path: Path, 
     assert torch.equal(saved.seen, torch.full((3,), 6.0)), "one forward per micro-batch"
     for name, value in results[0]["buffers"].weights.items():
         assert torch.equal(saved.state_dict()[name], value), name
+
+
+MEANS = ["classifier", "own mean"]
+
+
+def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:
+    """Trainer multiplies a loss that is handed the count of targets, whether or not it divides by it."""
+    expected = all_variants(tmp_path / "alone", None, MEANS)
+    for seen in run_ranks(all_variants, 2, tmp_path / "ranks", {"shard_degree": 2}, MEANS):
+        for name in MEANS:
+            assert_close(seen[name], expected[name], 8e-7)
+
+
+@pytest.mark.parametrize(
+    ("use", "seen"),
+    [
+        (lambda count: count.to(torch.float64).device, False),
+        (lambda count: torch.is_floating_point(count.detach()), False),
+        (lambda count: torch.ones(2).sum() / count.to("cpu"), True),
+        (lambda count: torch.stack([count, count]), True),
+        (lambda count: 1 / int(count), True),
+        (lambda count: torch.div(torch.ones(2), other=count), True),
+    ],
+)
+def test_what_reads_a_count_is_told_from_what_moves_it(use: Any, seen: bool) -> None:
+    count = torch.tensor(5)
+    with _ReadsValue(count) as reads:
+        use(count)
+    assert reads.seen == seen
 
 
 class Numbers(torch.utils.data.IterableDataset):
