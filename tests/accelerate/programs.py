@@ -137,6 +137,9 @@ def draw(seed: int) -> Program:
         # What is computed again is cast to float32, of which ranks add up parts.
         for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             program["arguments"].pop(name, None)
+    if "tensor_parallel_degree" in program["knobs"]:
+        # A split head that computes the loss leaves no logits.
+        program["overrides"] = [each for each in program["overrides"] if each not in ("two losses", "own sum")]
     if samples_ranks(program) == 1:
         _of_one_reader(program)
     if program["data"] == "group_by_length" and program["script"][0] != "train":
