@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ from smp_core.checkpoint import iterate_tensors
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
+from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.watch import meet
 
 if TYPE_CHECKING:
@@ -142,6 +143,16 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             self.args.__dict__.pop("_setup_devices", None)
             assert self.args.device.type == "cpu"
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create the optimizer as Trainer does, in the same groups before and after the model is sharded: Trainer would
+        divide those of a model that has been evaluated by meshes, and no other run could load their states."""
+        found: Any = getattr(trainer_module, "has_mixed_dtensor", None)
+        trainer_module.has_mixed_dtensor = lambda tensors: False
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            trainer_module.has_mixed_dtensor = found
+
     def get_tp_size(self) -> int:
         """Return 1: the ranks that share a batch count its targets once each, and the losses of all are averaged.
         Transformers before 5.20 divides the count by such ranks and not the loss.
@@ -204,13 +215,34 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the figures of :class:`SmpMonitorCallback` and :class:`Fp8MonitorCallback`
-        alongside the loss.
+        alongside the loss, and the loss of a whole training.
         """
+        if "train_loss" in logs and "train_runtime" in logs:
+            logs["train_loss"] = self._over_ranks(logs["train_loss"])  # Trainer writes into what it returns, too
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
                     logs = {**logs, **callback.latest}
         super().log(logs, *args, **kwargs)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """Train as Trainer does; with ``optimizer_shard="world"`` a warning says which of a user's callbacks and
+        methods look for gradients where there are none."""
+        says = _SaysWhereGradientsAre(self)
+        self.add_callback(says)
+        try:
+            output = super().train(resume_from_checkpoint, *arguments, **keywords)
+        finally:
+            self.remove_callback(says)
+        loss = self._over_ranks(output.training_loss)
+        return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
+
+    def _over_ranks(self, train_loss: float) -> float:
+        """Return the loss of a whole training: to those of all ranks that it logged Trainer adds this rank's own, of
+        the steps after the last logged one."""
+        own = torch.tensor(train_loss, dtype=torch.float64, device=self.args.device)
+        mean: torch.Tensor = self.accelerator.reduce(own, "mean")
+        return mean.item()
 
     # Evaluation
 
@@ -319,6 +351,32 @@ def _predicts_next_token(model: Any) -> bool:
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
     return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)
+
+
+class _SaysWhereGradientsAre(TrainerCallback):
+    """Warns when training begins: earlier the model is not sharded yet."""
+
+    def __init__(self, trainer: SmpTrainerMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        handle = parallel_of(model)
+        if handle is not None and handle.window.world is not None:
+            say_where_gradients_are(self._before_steps(), "trainer.accelerator.parallel")
+
+    def _before_steps(self) -> Iterator[Callable[..., Any]]:
+        """Yield what a user's callbacks and Trainer do between backward passes and steps."""
+        for callback in self.trainer.callback_handler.callbacks:
+            yield from _written_by_user(type(callback), "on_pre_optimizer_step")
+            yield from _written_by_user(type(callback), "on_optimizer_step")
+        yield from _written_by_user(type(self.trainer), "training_step")
+
+
+def _written_by_user(kind: type, name: str) -> Iterator[Callable[..., Any]]:
+    """Yield the methods of this name of a class and its bases, but those of Transformers and of this package."""
+    for base in kind.__mro__:
+        if name in vars(base) and base.__module__.split(".")[0] not in ("transformers", "accelerate_smp"):
+            yield vars(base)[name]
 
 
 # What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to write instead.

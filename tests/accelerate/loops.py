@@ -320,7 +320,13 @@ class Player:
                 self.found["saved in"] = [number, place + 1]
                 self.accelerator.save_state(str(self.folder / "state"))
 
+    def freeze(self) -> None:
+        for model in self.models:
+            model.into.bias.requires_grad_(False)
+
     def train(self, first_epoch: int = 0, skipped: int = 0) -> None:
+        if first_epoch and "frozen later" in self.loop["extras"]:
+            self.freeze()  # no state holds flags: a script sets them again
         for number in range(first_epoch, self.loop["epochs"]):
             loader = self.loader
             if self.loop["tells_epoch"]:
@@ -339,8 +345,7 @@ class Player:
                     schedule.step()
             self.extras()
             if "frozen later" in self.loop["extras"]:
-                for model in self.models:
-                    model.into.bias.requires_grad_(False)
+                self.freeze()
 
     def end(self) -> dict[str, Any]:
         accelerator, found = self.accelerator, self.found

@@ -45,16 +45,24 @@ CASES = [
     program(
         1, micro_batches=2, arguments=SAVED, accelerator_config={"split_batches": True}, resume={**RESUMED, "world": 4}
     ),
-    # Ranks of one batch counted its operations once each.
-    program(2, knobs={**programs.SHARED["tensor"], "shard_degree": 1}),
+    # Ranks of one batch counted its operations once each; behind an evaluation Trainer divided the optimizer's groups
+    # by meshes, and no other layout could load their states.
+    program(
+        2,
+        knobs={**programs.SHARED["tensor"], "shard_degree": 1},
+        arguments={**SAVED, "num_train_epochs": 1},
+        script=["predict", "train"],
+        resume=RESUMED,
+    ),
     program(3, knobs={**programs.SHARED["context"], "shard_degree": 2}),
     program(4, knobs={**programs.SHARED["pipeline"], "shard_degree": 1}, batch=8),
     # Ranks of a batch read other samples, which was refused with words about a sampler of the user's.
     program(
         5, world=4, data="batch_rebalance", lengths="ragged", knobs={**programs.SHARED["tensor"], "shard_degree": 2}
     ),
-    # The second epoch went on in the order of the first.
-    program(6, data="own loader", overrides=["own loader"], arguments=SAVED, resume=RESUMED),
+    # The second epoch went on in the order of the first; the loss of a training had one rank's losses of the steps
+    # after the last logged one.
+    program(6, data="own loader", overrides=["own loader"], arguments={**SAVED, "logging_steps": 3}, resume=RESUMED),
     # Batches were skipped for one rank alone.
     program(
         7,
@@ -97,7 +105,7 @@ def test_a_drawn_program_of_trainer_is_as_in_one_process_or_refused(tmp_path: Pa
 
 
 def test_a_drawn_loop_is_as_in_one_process_or_refused(tmp_path: Path) -> None:
-    check_loops([loops.draw(seed) for seed in range(4)], tmp_path, right=3)
+    check_loops([loops.draw(seed) for seed in range(3)], tmp_path, right=2)
 
 
 @pytest.mark.slow

@@ -387,23 +387,31 @@ def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
     return made
 
 
-def say_where_gradients_are(hooks: Iterable[Callable[..., Any]]) -> None:
+def say_where_gradients_are(hooks: Iterable[Callable[..., Any]], parallel: str = "parallel") -> None:
     """Warn, on rank 0, of hooks between backward and step whose code names gradients of parameters: parameters have
-    none, so that what such a hook reads, edits or drops there has no effect."""
+    none, so that what such a hook reads, edits or drops there has no effect.
+
+    Args:
+        hooks: functions of the user's.
+        parallel: what to type for the model's handle.
+    """
     found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
     if found and is_rank_0():
         logging.getLogger("smp").warning(
             "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no "
-            "effect. This rank's part of them is the .grad of parallel.stepped(parameters), a norm of all is "
-            "parallel.grad_norm(); or write optimizer_shard='shard'",
+            "effect. This rank's part of them is the .grad of %s.stepped(parameters), a norm of all is "
+            "%s.grad_norm(); or write optimizer_shard='shard'",
             " and ".join(found),
+            parallel,
+            parallel,
         )
 
 
 def _names_gradients(hook: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(hook), "__code__", None)
     names = set() if code is None else {*_names_in(code)}
-    clips = "parallel" not in names and not names.isdisjoint(("clip_grad_norm_", "clip_grad_value_"))
+    by_handle = not names.isdisjoint(("parallel", "accelerator"))  # these find the masters themselves
+    clips = not by_handle and not names.isdisjoint(("clip_grad_norm_", "clip_grad_value_"))
     return clips or ("grad" in names and "stepped" not in names)
 
 
