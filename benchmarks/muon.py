@@ -3,9 +3,9 @@
     python benchmarks/muon.py [--out benchmarks/results/muon.json]
 
 The transformer of the cluster benchmark trains on two nodes of the lab (benchmarks/cluster/netlab.py) of two ranks, by
-both optimizers in turns. Muon's iteration is done by the two cores here, in float32, once a step whatever the batch: it is
-measured at a tiny batch and at a larger one. What its messages take, which go between ranks of a node, is told apart by
-a Muon of no iterations.
+both optimizers in turns. Muon's iteration is done by the two cores here, in float32, once a step whatever the batch: it
+is measured at a tiny batch and at a larger one. What its messages take, which go between ranks of a node, is told apart
+by a Muon of no iterations.
 
 Needs what netlab.py needs: Linux, root, iproute2, gcc.
 """
