@@ -129,7 +129,7 @@ class SharedSequencesTrainerMixin(_Base):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the sampler as Trainer does; one that deals batches out to ranks itself (``batch_rebalance``) deals them
         out to those that read different samples."""
-        sampler = super()._get_train_sampler(*args, **kwargs)
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)
         shared = self.accelerator.batch_degree
         if shared == 1 or not hasattr(sampler, "dp_size"):
             return sampler
