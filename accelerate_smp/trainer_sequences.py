@@ -123,7 +123,7 @@ class SharedSequencesTrainerMixin(_Base):
 
     def store_flos(self) -> None:
         """Add up operations as Trainer does, over all ranks; those of a batch that several ranks share, once."""
-        self.current_flos /= self.accelerator.batch_degree
+        self.current_flos = round(self.current_flos / self.accelerator.batch_degree)
         super().store_flos()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
