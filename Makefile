@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not.
-TEST_WORKERS ?= 2
+# Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not, and some wait.
+TEST_WORKERS ?= 3
 # Releases of torch for `make versions`; 2.13 is the newest 2.13.x, +newest the newest release of every package.
 VERSIONS ?= 2.13.0 2.14.1 2.15.0
 VERSIONS_ARGS ?=

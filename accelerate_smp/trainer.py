@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, trainer as
 from transformers.integrations import WandbCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import TrainOutput
 
 from accelerate_smp import transformers_names
 from accelerate_smp.accelerator import SmpAccelerator
@@ -235,7 +236,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         finally:
             self.remove_callback(says)
         loss = self._over_ranks(output.training_loss)
-        return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss})
+        return TrainOutput(output.global_step, loss, {**output.metrics, "train_loss": loss})
 
     def _over_ranks(self, train_loss: float) -> float:
         """Return the loss of a whole training: to those of all ranks that it logged Trainer adds this rank's own, of

@@ -32,7 +32,9 @@ def adapted(seed: int, decoded: str | None = None) -> Any:
 def fit(folder: Path, knobs: dict[str, Any] | None = None, resume: bool = False, **flags: Any) -> Run:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = adapted(rank, "int8" if knobs is None else None)
-    trainer, recorder = make_trainer(folder, 8, 1, knobs, model=model, max_steps=4, learning_rate=1e-2, **flags)
+    trainer, recorder = make_trainer(
+        folder, 8, 1, knobs, model=model, max_steps=4, learning_rate=1e-2, adam_epsilon=1e-3, **flags
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "adapter"))
     recorder.run.extra["coded"] = len(codes_of(trainer.model))
@@ -53,8 +55,9 @@ def test_qlora_trains_like_the_stock_trainer_and_its_adapter_is_saved_whole(tmp_
         for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
         for name, value in expected.weights.items():
-            # The base bit by bit; adapters to float32's last digits, through Adam's first steps.
-            assert (seen.weights[name] - value).abs().max() <= (1e-5 if "lora" in name else 0)
+            # The base bit by bit; adapters to float32's last digits, through steps of Adam that a large epsilon keeps
+            # from dividing small gradients by themselves.
+            assert (seen.weights[name] - value).abs().max() <= (1e-6 if "lora" in name else 0)
     # An adapter of peft's own.
     saved = load_file(tmp_path / "ranks" / "adapter" / "adapter_model.safetensors")
     trained = {name.replace(".default", ""): value for name, value in first[0].weights.items() if "lora" in name}

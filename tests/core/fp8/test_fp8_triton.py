@@ -59,7 +59,7 @@ def interpret(dtypes: Sequence[torch.dtype]) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtypes", ["E5M2", pytest.param("E4M3, E5M2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtypes", [pytest.param(each, marks=pytest.mark.slow) for each in ("E5M2", "E4M3, E5M2")])
 def test_the_interpreted_kernel_equals_the_eager_cast(dtypes: str) -> None:
     # A process of its own: Triton decides at its first import whether kernels are interpreted.
     run = subprocess.run(
