@@ -166,9 +166,11 @@ class Homes:
         if not isinstance(loss, (float, Tensor)):
             return loss
         mesh = self._models[0].mesh
-        total = torch.as_tensor(loss, device=mesh.device).detach().clone()
+        own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        total = own.to(mesh.device, copy=True)
         dist.all_reduce(total, group=mesh.gradient_group)
-        return total / mesh.gradient_degree
+        mean = total / mesh.gradient_degree
+        return mean if isinstance(loss, Tensor) else mean.item()
 
     def reshard(self) -> None:
         """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots

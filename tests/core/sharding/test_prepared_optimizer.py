@@ -235,12 +235,13 @@ def search_lines(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list
     returned = []
     for step in range(3):
 
-        def closure(step: int = step) -> torch.Tensor:
+        def closure(step: int = step) -> Any:
             optimizer.zero_grad()
             losses = [model(batch(step, rank)) / len(ranks) for rank in ranks]
             for loss in losses:
                 loss.backward()
-            return torch.stack(losses).sum().detach()
+            loss = torch.stack(losses).sum().detach()
+            return float(loss) if step == 1 else loss
 
         returned.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
     return returned
