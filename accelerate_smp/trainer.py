@@ -37,6 +37,7 @@ from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import iterate_tensors
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
+from smp_core.engine import ParallelModel
 from smp_core.expert_parallel import losses_multiplied_by
 from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.watch import meet
@@ -181,15 +182,18 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     @contextlib.contextmanager
     def _seeing_use_of(self, count: Any, model: torch.nn.Module) -> Iterator[None]:
         """Find out, the first time, whether a loss is divided by the count of targets."""
-        parallel = parallel_of(model)
-        compiles = self.args.torch_compile or parallel is None or parallel.config.compile
-        splits = parallel is None or parallel.pipeline is not None or parallel.config.context_parallel_degree > 1
-        if self._ignores_count is not None or not isinstance(count, torch.Tensor) or compiles or splits:
+        parallel = parallel_of(model) if self._ignores_count is None and isinstance(count, torch.Tensor) else None
+        if parallel is None or not self._can_see_use(parallel):
             yield
             return
         with _ReadsValue(count) as reads:
             yield
         self._ignores_count = not reads.seen
+
+    def _can_see_use(self, parallel: ParallelModel) -> bool:
+        """Return whether the loss is computed here, as written: not compiled, nor over stages or context ranks."""
+        compiles = self.args.torch_compile or parallel.config.compile
+        return not compiles and parallel.pipeline is None and parallel.config.context_parallel_degree == 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
-from tests.accelerate.program_parts import EveryOther, Stream, filled, make_model, make_rows, whole
+from tests.accelerate.program_parts import MORE_KNOBS, EveryOther, Stream, filled, make_model, make_rows, whole
 
 Loop = dict[str, Any]
 
@@ -52,14 +52,6 @@ USUAL: Loop = {
     "resume": None,
 }
 EXTRAS = ["trigger", "reduce", "pad", "split", "objects", "first", "registered", "norms", "frozen later"]
-_MORE_KNOBS: list[dict[str, Any]] = [
-    {"activations": "full"},
-    {"optimizer_shard": "world"},
-    {"keep_between_micro_batches": "parameters"},
-    {"keep_between_micro_batches": "gradients"},
-    {"reshard_after_forward": False},
-    {"checkpoint": "async"},
-]
 
 
 def draw(seed: int) -> Loop:
@@ -94,7 +86,7 @@ def draw(seed: int) -> Loop:
     degrees = [degree for degree in (1, 2, 4) if degree <= loop["world"]]
     loop["knobs"] = {"shard_degree": rng.choice(degrees)}
     if rng.random() < 0.5:
-        loop["knobs"] |= rng.choice(_MORE_KNOBS)
+        loop["knobs"] |= rng.choice(MORE_KNOBS)
     if loop["data"] not in ("generator",) and loop["how"] != {"join": True} and rng.random() < 0.5:
         loop["save_after"] = rng.randint(1, 6)
         loop["resume"] = {"world": rng.choice([loop["world"], 2, 4]), "knobs": {"shard_degree": rng.choice([1, 2])}}

@@ -18,6 +18,15 @@ from transformers import EvalPrediction, TrainerCallback
 from transformers.utils import ModelOutput
 
 WORDS, LENGTH, FEATURES, CLASSES = 32, 8, 6, 4
+# Knobs that any program or loop may have besides its layout.
+MORE_KNOBS: list[dict[str, Any]] = [
+    {"activations": "full"},
+    {"optimizer_shard": "world"},
+    {"keep_between_micro_batches": "parameters"},
+    {"keep_between_micro_batches": "gradients"},
+    {"reshard_after_forward": False},
+    {"checkpoint": "async"},
+]
 
 # Models
 

@@ -26,6 +26,7 @@ from tests.accelerate.program_parts import (
     CALLBACKS,
     DECODERS,
     FAMILIES,
+    MORE_KNOBS,
     OVERRIDES,
     OWN,
     WORDS,
@@ -75,14 +76,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "context": {"context_parallel_degree": 2},
     "pipeline": {"pipeline_parallel_degree": 2},
 }
-_MORE_KNOBS: list[dict[str, Any]] = [
-    {"activations": "full"},
-    {"optimizer_shard": "world"},
-    {"keep_between_micro_batches": "parameters"},
-    {"keep_between_micro_batches": "gradients"},
-    {"reshard_after_forward": False},
-    {"checkpoint": "async"},
-]
 _SCHEDULES: list[dict[str, Any]] = [
     {"lr_scheduler_type": "linear"},
     {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2},
@@ -196,7 +189,7 @@ def _draw_knobs(rng: random.Random, program: Program, shared: str | None) -> dic
         degrees = [degree for degree in degrees if degree >= 2]
     knobs["shard_degree"] = rng.choice(degrees)
     if rng.random() < 0.5:
-        more = rng.choice(_MORE_KNOBS)
+        more = rng.choice(MORE_KNOBS)
         if not ("pipeline_parallel_degree" in knobs and "keep_between_micro_batches" in more):
             knobs |= more
     return knobs
