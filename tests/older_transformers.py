@@ -20,6 +20,9 @@ needs_experts_choice = pytest.mark.skipif(
 needs_sharding = pytest.mark.skipif(
     "fsdp_size" not in DistributedConfig.__dataclass_fields__, reason="this Transformers does not shard models"
 )
+needs_dealt_experts = pytest.mark.skipif(
+    "ep_size" not in DistributedConfig.__dataclass_fields__, reason="this Transformers deals no experts to ranks"
+)
 needs_buffers_filled = pytest.mark.skipif(
     importlib.util.find_spec("transformers.initialization") is None,
     reason="this Transformers' _init_weights leaves buffers out, so delayed_init is refused",

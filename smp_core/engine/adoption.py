@@ -10,8 +10,14 @@ from torch.distributed.tensor import DTensor
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter, Traffic
 from smp_core.context_parallel import chunk_losses
-from smp_core.engine.conversions import follow_window, move_plain_tensors, register_forward_methods
+from smp_core.engine.conversions import (
+    balance_where_asked,
+    follow_window,
+    move_plain_tensors,
+    register_forward_methods,
+)
 from smp_core.engine.parallel_model import ParallelModel
+from smp_core.expert_parallel import deal_experts
 from smp_core.plan import GivenSharding, Plan
 from smp_core.sharding import NativeWindow, ReplacedParameters, change_this_process
 from smp_core.sharding.fsdp import Calls, adopt_units, apply_fsdp_options, explain_uncalled
@@ -24,7 +30,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     place; collective over the world.
 
     A model on a 1-D mesh gets communication objects, replica all-reduce and window, and the first replica's weights.
-    On a 2-D mesh FSDP2's own replica all-reduce is the window, and nothing is metered. Both get losses in chunks.
+    On a 2-D mesh FSDP2's own replica all-reduce is the window, and nothing is metered. Both get losses in chunks,
+    balanced routers, and our ways to experts that Transformers has dealt.
 
     Args:
         given: how it came (:func:`smp_core.sharding.given.given_sharding`).
@@ -43,29 +50,31 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    routers = balance_where_asked(model, mesh, plan, meter)
     # What FSDP2 does not manage: rank 0's, on the device.
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     broadcast_from_rank_0(plain, mesh.device, mesh.gradient_group)
     broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
+    meshes = {} if knobs.expert_parallel_degree == 1 else deal_experts(model, mesh, plan, meter)
     traffic = Traffic(mesh, meter, plan)
     # On a 2-D mesh torch adds up across replicas itself.
     if given.two_dimensional:
         torchs = NativeWindow(model)
         follow_window(model, torchs)
         calls = Calls(model, mesh.shard_ranks)
-        return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic)
+        return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic, routers=routers)
     # On a 1-D mesh each partition group was sharded by itself.
     _first_replicas_weights(model, mesh)
-    units = adopt_units(model, plan.units, traffic)
+    units = adopt_units(model, plan.units, traffic, meshes)
     explain_uncalled(units)
     apply_fsdp_options(model, knobs, mesh.device)
     calls = Calls(model, mesh.shard_ranks, units)
     register_forward_methods(model, units, calls, knobs.forward_methods)
     window = AccumulationWindow(model, units, traffic, plan, calls)
     follow_window(model, window)
-    return ParallelModel(model, tuple(units), window, calls, replaced, mesh, plan, meter, traffic)
+    return ParallelModel(model, tuple(units), window, calls, replaced, mesh, plan, meter, traffic, routers=routers)
 
 
 @torch.no_grad()

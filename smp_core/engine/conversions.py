@@ -6,7 +6,7 @@ conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-6.  _balance_routers: auxiliary losses and biases of routers, of all ranks' tokens
+6.  balance_where_asked: auxiliary losses and biases of routers, of all ranks' tokens
 7.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
 8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
@@ -132,7 +132,7 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter, learned)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    routers = _balance_routers(model, mesh, whole_plan, meter)
+    routers = balance_where_asked(model, mesh, whole_plan, meter)
     recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
     shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
     if plan.replicated_casts:
@@ -294,7 +294,7 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
-def _balance_routers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
+def balance_where_asked(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
     """Balance the model's routers; None where it has none that anything was asked of."""
     knobs = plan.knobs
     is_asked = knobs.router_bias_update_rate is not None or knobs.asked("router_balance") == "global"

@@ -1,4 +1,5 @@
 """deal_experts(): each rank gets some of the experts of every layer, and their forward sends tokens to where they are.
+Of a model that Transformers dealt when it loaded it, experts stay where they are, and tokens go our ways.
 
 The ranks of a partition group are ``rest`` x ``experts``, expert ranks innermost: DTensors ``Shard(0)`` over expert
 ranks, which FSDP2 then shards over the rest. An expert's gradient is then summed over expert ranks by the way back of
@@ -25,7 +26,7 @@ from smp_core.activations import SENDS
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
-from smp_core.plan import Plan, adapters_of
+from smp_core.plan import ExpertShape, Plan, adapters_of
 from smp_core.torch_facts import local_part
 
 
@@ -34,10 +35,11 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     """Leave each rank its experts, in place, before anything is sharded. Collective over the world.
 
     Args:
-        model: its experts hold the same values on all ranks, or are on meta.
+        model: its experts hold the same values on all ranks, or are on meta; or Transformers has dealt them.
 
     Raises:
-        ValueError: experts that cannot be computed on several ranks, with what to write.
+        ValueError: experts that cannot be computed on several ranks, or that were dealt to others than these, with what
+            to write.
 
     Returns:
         the ranks that hold parts of the same experts, by the name of each unit of experts, which is sharded over them.
@@ -51,13 +53,14 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         dispatch = TwoHopDispatch(*ranks.stages, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
-        _require_whole_tokens(module, site.name, mesh)
         _require_products(module, site.name)
-        # This rank's experts alone.
-        for name, whole in list(module.named_parameters(recurse=False)):
-            dealt = nn.Parameter(_own_part(whole, ranks.mesh), whole.requires_grad)
-            dealt.__dict__.update(whole.__dict__)
-            setattr(module, name, dealt)
+        if plan.given is not None:
+            _require_ranks(module, site, ranks.mesh["experts"])
+            module.num_experts = site.experts
+            vars(module).pop("forward", None)  # Transformers', which sends tokens itself
+        else:
+            _require_whole_tokens(module, site.name, mesh)
+            _keep_own(module, ranks.mesh)
         # The forward of the module, which gets other ranks' tokens; adapters around it are passed by.
         adapters = adapters_of(model, site.name)
         for adapter in adapters:
@@ -80,6 +83,25 @@ def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
             f"(tensor_parallel={{'plan': {{'*.{name.rpartition('.')[2]}': 'experts'}}}}), or "
             "tensor_parallel={'sequence_parallel': false}"
         )
+
+
+def _require_ranks(module: Any, site: ExpertShape, ranks: DeviceMesh) -> None:
+    """Refuse experts that were dealt to other ranks than ours would be."""
+    for name, parameter in module.named_parameters(recurse=False):
+        dealt = parameter.device_mesh["ep"].mesh if isinstance(parameter, DTensor) else None
+        if dealt is None or not torch.equal(dealt, ranks.mesh):
+            raise ValueError(
+                f"{site.name}.{name} came dealt to other ranks than {ranks.mesh.tolist()}; load the model without "
+                f"distributed_config, and write expert_parallel_degree={ranks.size()}"
+            )
+
+
+def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank its experts alone."""
+    for name, whole in list(module.named_parameters(recurse=False)):
+        dealt = nn.Parameter(_own_part(whole, mesh), whole.requires_grad)
+        dealt.__dict__.update(whole.__dict__)
+        setattr(module, name, dealt)
 
 
 def _require_products(module: Any, name: str) -> None:

@@ -14,12 +14,8 @@ from smp_core.topology import divisors, listed
 KNOB, AHEAD = "expert_parallel_degree", "collectives.backward_prefetch"
 
 
-_CAME_SHARDED: Clash[ModelDraft] = Clash(
-    "sharding",
-    "models that came sharded",
-    came_sharded,
-    "load it without distributed_config, and torch-smp shards it",
-)
+def _came_with_whole_experts(draft: ModelDraft) -> str | None:
+    return came_sharded(draft) if draft.given is not None and draft.given.experts == 1 else None
 
 
 class ExpertParallelism(Subject):
@@ -39,9 +35,9 @@ class ExpertParallelism(Subject):
         SYMMETRIC_MEMORY,
         Clash(
             "sharding",
-            "models that came sharded",
-            came_sharded,
-            "load it without distributed_config, and torch-smp deals its experts and shards it",
+            "models that came sharded with whole experts",
+            _came_with_whole_experts,
+            "load it with ep_size in its DistributedConfig, or without, and torch-smp deals its experts and shards it",
         ),
     )
 
@@ -65,7 +61,8 @@ class ExpertParallelism(Subject):
         # Asked for by value: what stands against it is an error.
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
-            raise ValueError(f"{KNOB}={asked!r}: {problem}; write {KNOB}=1, and they are sharded as other layers are")
+            instead = f"write {KNOB}=1" if draft.given is None else "load it without ep_size"
+            raise ValueError(f"{KNOB}={asked!r}: {problem}; {instead}, and they are sharded as other layers are")
         if asked == "node":
             draft.settle(KNOB, inside, most)
         elif asked not in allowed:
@@ -105,23 +102,11 @@ class RouterBalance(Subject):
     page = "mixture-of-experts.md"
     knobs = ("router_balance", "router_bias_update_rate")
     part = "routers"
-    apart = (_CAME_SHARDED,)
 
     def settle(self, draft: ModelDraft) -> None:
-        """Resolve whose tokens an auxiliary loss is of.
-
-        Raises:
-            ValueError: what it is not built together with.
-        """
-        rate = draft.knobs.router_bias_update_rate
-        asked = draft.knobs.router_balance
-        if asked == "global":
-            self.require_together(draft, f"router_balance={asked!r}")
-        elif asked == "auto":
-            against = _apart(self, draft)
-            draft.settle("router_balance", "rank" if against else "global", against or "as in one process")
-        if rate is not None:
-            self.require_together(draft, f"router_bias_update_rate={rate}")
+        """Resolve whose tokens an auxiliary loss is of."""
+        if draft.knobs.router_balance == "auto":
+            draft.settle("router_balance", "global", "as in one process")
 
 
 ROUTER_BALANCE = RouterBalance()

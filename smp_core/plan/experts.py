@@ -73,7 +73,7 @@ def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
             found.append(ExpertShape(name, kind, 0, f"{kind} is not of one tensor for all experts of a layer"))
         elif getattr(module, "smp_experts", False) or (hasattr(module, _MARK) and hasattr(module, "num_experts")):
             problem = _problem(module) or _problem_of_adapters(kind, adapters_of(model, name))
-            found.append(ExpertShape(name, kind, module.num_experts, problem))
+            found.append(ExpertShape(name, kind, _count(module), problem))
     return tuple(found)
 
 
@@ -96,14 +96,22 @@ def _problem_of_adapters(kind: str, adapters: list[Any]) -> str:
     return ""
 
 
+def _count(module: Any) -> int:
+    """Return the experts of the layer: of all ranks, also where Transformers' own expert parallelism left a rank its
+    part, of which ``num_experts`` is."""
+    was_dealt = getattr(module, _MARK, False)
+    rows = next((each.shape[0] for each in module.parameters(recurse=False)), 0) if was_dealt else 0
+    return rows or module.num_experts
+
+
 def _problem(module: Any) -> str:
     own = dict(module.named_parameters(recurse=False))
-    if getattr(module, _MARK, False):
-        return f"{type(module).__name__} was split by Transformers' own expert parallelism already"
+    if getattr(module, _MARK, False) and _count(module) == module.num_experts:
+        return f"{type(module).__name__} was split by Transformers' own expert parallelism, into plain tensors"
     if not own:
         return f"{type(module).__name__} has no parameters of its own (adapters on experts replace them)"
     for name, parameter in module.named_parameters():
-        if name not in own or parameter.ndim == 0 or parameter.shape[0] != module.num_experts:
+        if name not in own or parameter.ndim == 0 or parameter.shape[0] != _count(module):
             shape = tuple(parameter.shape)
             return f"{name} {shape} of {type(module).__name__} does not have one row for each of its experts"
     return ""

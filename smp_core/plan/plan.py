@@ -120,12 +120,14 @@ class GivenSharding:
         ranks: of this rank's partition group.
         two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
         param_dtype, reduce_dtype: what it computes and reduces in; None: the parameters' own.
+        experts: how many ranks divide the experts of a layer; 1: none do.
     """
 
     ranks: tuple[int, ...]
     two_dimensional: bool
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    experts: int = 1
 
     @property
     def degree(self) -> int:
@@ -193,7 +195,7 @@ class Plan:
     @property
     def word(self) -> str:
         """A text that is equal on two ranks if they decide the same about the same model."""
-        came = None if self.given is None else (self.given.degree, self.given.two_dimensional)
+        came = None if self.given is None else (self.given.degree, self.given.two_dimensional, self.given.experts)
         digest = xxhash.xxh3_64_hexdigest(repr((self.shapes, self.precision, came)).encode())
         where = ", some on the meta device" if self.shapes.on_meta else ""
         return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"

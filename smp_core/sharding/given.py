@@ -17,33 +17,36 @@ from smp_core.plan import GivenSharding
 from smp_core.sharding.fsdp import forget_partial_sums, given_policy, partial_sum_bytes
 from smp_core.sharding.optimizer.shards import WorldSharding
 
+_EXPERTS = "ep"
+"""The axis of Transformers' meshes over which whole experts are dealt."""
+
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
     """Return how ``model`` is sharded already; None if it is not.
 
     Raises:
-        ValueError: sharded in a way that cannot be taken over: not by FSDP2, over several meshes, tensor parallel,
-            along another dim than the first, or with its shards in host memory.
+        ValueError: sharded in a way that cannot be taken over: not by FSDP2, over several meshes (but for experts that
+            Transformers' own expert parallelism has dealt), tensor parallel, along another dim than the first, or with
+            its shards in host memory.
     """
     sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     if not sharded:
         return None
-    # All parameters on one mesh, by FSDP2.
+    # All parameters on one mesh, by FSDP2; experts that were dealt, on the ranks that hold the same ones.
     kind = type(model).__name__.removeprefix("FSDP")
-    first = next(iter(sharded.values()))
+    dealt = {name: p.device_mesh for name, p in sharded.items() if _EXPERTS in (p.device_mesh.mesh_dim_names or ())}
+    experts = next(iter(dealt.values()))[_EXPERTS].size() if dealt else 1
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")
+    first = next(p for name, p in sharded.items() if name not in dealt)
     for name, parameter in sharded.items():
+        if name in dealt:
+            continue
         if parameter.device_mesh != first.device_mesh or parameter.placements != first.placements:
-            if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
-                raise ValueError(
-                    f"{kind} was split by Transformers' own expert parallelism ({name}); load it without "
-                    f"distributed_config, and write expert_parallel_degree={parameter.device_mesh['ep'].size()}"
-                )
             raise ValueError(
                 f"{kind} is sharded over several meshes ({name} is {parameter.placements} on {parameter.device_mesh}); "
-                "allowed: one for all parameters; with DistributedConfig write fsdp_size and dp_replicate_size only"
+                "allowed: one for all parameters; with DistributedConfig write fsdp_size, dp_replicate_size, ep_size"
             )
     # By rows, and on the device.
     placements = tuple(first.placements)
@@ -59,7 +62,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     ranks = mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
     if ranks.ndim != 1:
         raise ValueError(f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names")
-    return GivenSharding(tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype)
+    return GivenSharding(tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype, experts)
 
 
 def _refuse_split_layers(model: nn.Module, kind: str) -> None:

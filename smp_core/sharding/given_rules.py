@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from smp_core.config import Clash, SmpConfig
-from smp_core.plan import ModelDraft, Shapes, came_sharded, name_of
+from smp_core.plan import GivenSharding, ModelDraft, Shapes, came_sharded, name_of
 
 _WHY = "as the model came"
 _PINNED: dict[str, Any] = {
@@ -89,6 +91,8 @@ def settle_given(draft: ModelDraft) -> None:
         )
     # What was decided when it was sharded.
     draft.settle("shard_degree", given.degree, _WHY)
+    if given.experts > 1:
+        _settle_experts(draft, given)
     for knob, value in _PINNED.items():
         asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(defaults), value)
         (draft.drop if asked_for else draft.settle)(knob, value, _WHY)
@@ -98,6 +102,24 @@ def settle_given(draft: ModelDraft) -> None:
     draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
     if given.two_dimensional:
         _leave_to_torch(draft, draft.shapes)
+
+
+def _settle_experts(draft: ModelDraft, given: GivenSharding) -> None:
+    degree, asked = given.experts, draft.knobs.expert_parallel_degree
+    # torch divides sums of units on one rank twice, in dtypes in which it divides before and after adding up.
+    reduced = {given.reduce_dtype or given.param_dtype or each.dtype for each in draft.shapes.parameters}
+    others = sorted(map(str, reduced - {torch.float32, torch.bfloat16}))
+    if given.two_dimensional and given.degree == degree and others:
+        raise ValueError(
+            f"the experts of {draft.shapes.kind} came whole on a rank of each replica, where torch adds their "
+            f"gradients up rightly in float32 and bfloat16 only, not in {others[0]}; load it without dp_replicate_size"
+        )
+    if isinstance(asked, int) and asked not in (1, degree):
+        raise ValueError(
+            f"expert_parallel_degree={asked}, but the model came with its experts dealt to {degree} ranks; leave it "
+            f"out, or load the model with DistributedConfig(ep_size={asked})"
+        )
+    draft.settle("expert_parallel_degree", degree, _WHY)
 
 
 def _leave_to_torch(draft: ModelDraft, shapes: Shapes) -> None:

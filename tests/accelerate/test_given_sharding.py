@@ -15,30 +15,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.sharding.fsdp.internals import generation
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import Run, assert_close, make_dataset, make_trainer, whole_weights
 from tests.harness import run_ranks
-from tests.older_transformers import needs_sharding
+from tests.older_transformers import needs_dealt_experts, needs_sharding
 
 BATCH, STEPS = 8, 3
 
 
-def save_tiny(folder: Path, tied: bool) -> None:
+def save_tiny(folder: Path, tied: bool, has_experts: bool = False) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+    }
+    config = MixtralConfig(**sizes, num_local_experts=4) if has_experts else LlamaConfig(**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def loop(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resu
         from transformers.distributed import DistributedConfig
 
         options["distributed_config"] = DistributedConfig(**sizes)
-    model = LlamaForCausalLM.from_pretrained(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
     flags = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     trainer, recorder = make_trainer(folder, BATCH, 2, None if sizes is None else {}, model=model, **flags)
     recorder.run.extra["before"] = trainer.evaluate()["eval_loss"]
@@ -184,12 +185,13 @@ def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resu
     [
         pytest.param({"fsdp_size": 4}, id="1-D", marks=pytest.mark.slow),
         pytest.param({"fsdp_size": 2, "dp_replicate_size": 2}, id="2-D", marks=pytest.mark.slow),
+        pytest.param({"fsdp_size": 4, "ep_size": 2}, id="dealt experts", marks=needs_dealt_experts),
     ],
 )
 @needs_sharding
 def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Path, sizes: dict[str, int]) -> None:
     """Stock Trainer refuses to save the training state of such a model."""
-    save_tiny(tmp_path / "model", True)
+    save_tiny(tmp_path / "model", True, "ep_size" in sizes)
     expected = trainer_given(tmp_path / "alone", tmp_path / "model", None, None)
     first = run_ranks(trainer_given, 4, tmp_path / "ranks", tmp_path / "model", sizes, None, ranks_per_node=2)
     checkpoint = str(tmp_path / "ranks" / "checkpoint-2")
@@ -197,7 +199,7 @@ def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Pa
     for seen, skipped in [(first[0], 0), (again[0], 2)]:
         assert_close(seen, expected, 4e-6, first_step=skipped)
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ranks" / "final")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "final")
     for name, value in first[0].weights.items():
         assert torch.equal(loaded.state_dict()[name], value), name
 

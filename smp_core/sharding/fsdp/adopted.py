@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -43,14 +44,23 @@ def given_units(model: nn.Module) -> WrapPlan:
     return WrapPlan(tuple(units), plain, "as it came")
 
 
-def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic) -> list[ShardedUnit]:
-    """Give the units of :func:`given_units` our communication objects."""
+def adopt_units(
+    model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic, meshes: Mapping[str, DeviceMesh]
+) -> list[ShardedUnit]:
+    """Give the units of :func:`given_units` our communication objects.
+
+    Args:
+        meshes: what units are sharded over by their names, if not the partition group.
+    """
     units = []
     reductions = ReductionOrder()
     passes = Passes()
     for each in planned:
         module: Any = model.get_submodule(each.name)
         unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, passes, in_order=True)
+        if each.name in meshes and meshes[each.name].size() == 1:
+            # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
+            module.set_gradient_divide_factor(None)
         module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         units.append(unit)

@@ -162,7 +162,7 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("expert parallelism", "`collectives.symmetric_memory`"): {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
-    ("expert parallelism", "models that came sharded"): {"knobs": EXPERT, "given": True},
+    ("expert parallelism", "models that came sharded with whole experts"): {"knobs": EXPERT, "given": True},
     ("frozen storage", "`fp8`: weights travel in FP8 then"): {"knobs": {**FROZEN, "fp8": True}},
     ("frozen storage", "`compression.gather`, where frozen weights travel as codes already"): {
         "knobs": {**FROZEN, "shard_degree": 8, "compression": {"gather": "int8"}}
@@ -174,7 +174,6 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
     ("frozen storage", "pipeline stages"): {"knobs": {**FROZEN, **PIPELINE}},
     ("frozen storage", "experts that ranks divide"): {"knobs": {**FROZEN, **EXPERT}},
     ("frozen storage", "models that came sharded"): {"knobs": FROZEN, "given": True},
-    ("router balance", "models that came sharded"): {"knobs": {"router_balance": "global"}, "given": True},
     ("compilation", "models that came sharded: they are not compiled, with a warning"): {
         "knobs": {"compile": True},
         "given": True,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.checkpoint.live_state import full_state_dict
+from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.reader import load_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.engine.parallel_model import ParallelModel
@@ -30,6 +35,7 @@ from tests.core.tensor_parallel.model_cases import (
     loss_of,
     optimizer_of,
     together,
+    trained,
     wide_when_computed_again,
 )
 from tests.harness import run_ranks
@@ -94,6 +100,40 @@ def beside_experts(make: Callable[[nn.Module], torch.optim.Optimizer], shard: in
             optimizer.step()
         found.append(weights(model))
     return difference(found[1], found[0])
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = named_optimizer_state(parallel.module, optimizer)["state"]
+    found = {name: full(value) for name, value in parallel.model_state().items()}
+    for name, entry in states.items():
+        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return found
+
+
+def saved_and_loaded(folder: Path, cases: Sequence[Case]) -> list[str]:
+    """Save in each layout, load in each; return what is not equal to the bit."""
+    problems = []
+    for number, case in enumerate(cases):
+        parallel, optimizer = trained(case, 2)  # type: ignore[arg-type]
+        place = folder / f"{number}"
+        save_checkpoint(
+            place, {"model": parallel.model_state(), "optimizer": named_optimizer_state(parallel.module, optimizer)}
+        )
+        expected = everything(parallel, optimizer)
+        whole = full_state_dict(parallel.module, rank0_only=False)
+        problems += [f"full {name}" for name, value in whole.items() if not torch.equal(value, expected[name])]
+        for other in cases:
+            parallel, optimizer = trained(other, 1)  # type: ignore[arg-type]
+            states: dict[str, Any] = {"model": parallel.model_state()}
+            load_checkpoint(place, states)
+            parallel.take_model_state(states["model"])
+            load_named_optimizer_state(place, ("optimizer",), parallel.module, optimizer)
+            parallel.reshard()
+            found = everything(parallel, optimizer)
+            assert found.keys() == expected.keys()
+            differing = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+            problems += [f"{case} -> {other}: {name}" for name in differing]
+    return problems
 
 
 def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:

@@ -11,12 +11,8 @@ import torch
 import transformers
 
 from smp_core.checkpoint.live_state import full_state_dict
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
-from smp_core.checkpoint.reader import load_checkpoint
-from smp_core.checkpoint.writer import save_checkpoint
-from smp_core.engine.parallel_model import ParallelModel
-from tests.core.expert_parallel.cases import Case
-from tests.core.tensor_parallel.model_cases import batches, build, full, trained
+from tests.core.expert_parallel.cases import Case, saved_and_loaded
+from tests.core.tensor_parallel.model_cases import batches, build, trained
 from tests.harness import run_ranks
 
 # Shard degree and expert degree; with 4 x 4 experts are sharded in another dimension, or not at all.
@@ -24,43 +20,10 @@ LAYOUTS = [(4, 2), (2, 1)]
 ALL = [(shard, expert) for shard, expert in itertools.product((1, 2, 4), (1, 2, 4)) if shard % expert == 0]
 
 
-def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    states = named_optimizer_state(parallel.module, optimizer)["state"]
-    found = {name: full(value) for name, value in parallel.model_state().items()}
-    for name, entry in states.items():
-        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
-    return found
-
-
-def saved_and_loaded(folder: Path, kind: str, layouts: list[tuple[int, int]]) -> list[str]:
-    """Save in each layout, load in each; return what is not equal to the bit."""
-    problems = []
-    for shard, expert in layouts:
-        parallel, optimizer = trained(Case(kind, shard, expert), 2)
-        place = folder / f"{shard} {expert}"
-        save_checkpoint(
-            place, {"model": parallel.model_state(), "optimizer": named_optimizer_state(parallel.module, optimizer)}
-        )
-        expected = everything(parallel, optimizer)
-        whole = full_state_dict(parallel.module, rank0_only=False)
-        problems += [f"full {name}" for name, value in whole.items() if not torch.equal(value, expected[name])]
-        for other in layouts:
-            parallel, optimizer = trained(Case(kind, *other), 1)
-            states: dict[str, Any] = {"model": parallel.model_state()}
-            load_checkpoint(place, states)
-            parallel.take_model_state(states["model"])
-            load_named_optimizer_state(place, ("optimizer",), parallel.module, optimizer)
-            parallel.reshard()
-            found = everything(parallel, optimizer)
-            assert found.keys() == expected.keys()
-            differing = [name for name, value in found.items() if not torch.equal(value, expected[name])]
-            problems += [f"{(shard, expert)} -> {other}: {name}" for name in differing]
-    return problems
-
-
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_any_layout_loads_what_another_saved(layouts: list[tuple[int, int]], tmp_path: Path) -> None:
-    for problems in run_ranks(saved_and_loaded, 4, tmp_path, "Mixtral", layouts, ranks_per_node=2, timeout=600):
+    cases = [Case("Mixtral", *layout) for layout in layouts]
+    for problems in run_ranks(saved_and_loaded, 4, tmp_path, cases, ranks_per_node=2, timeout=600):
         assert problems == []
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from smp_core.config import SmpConfig
@@ -16,7 +14,7 @@ from tests.core.expert_parallel.cases import plan_of
 from tests.core.expert_parallel.models import OwnExperts, OwnModel, adapted
 from tests.core.tensor_parallel.model_cases import build
 from tests.harness import run_ranks
-from tests.older_transformers import needs_experts_choice, needs_sharding
+from tests.older_transformers import needs_experts_choice
 
 
 class Dbrx(nn.Module):
@@ -153,25 +151,6 @@ def test_grouped_products_of_float64_are_refused_with_what_to_call() -> None:
     for said in run_ranks(in_grouped_products, 2, timeout=120):
         assert "layers.0.mlp.experts is of float64" in said
         assert "call model.set_experts_implementation('eager')" in said
-
-
-def split_by_transformers(folder: Path) -> str:
-    from transformers.distributed import DistributedConfig
-
-    sizes = DistributedConfig(fsdp_size=2, ep_size=2)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
-    with pytest.raises(ValueError) as error:
-        parallelize(model, SmpConfig(), device="cpu")
-    return str(error.value)
-
-
-@needs_sharding
-def test_models_that_transformers_split_are_refused_with_what_to_write(tmp_path: Path) -> None:
-    model: Any = build("Mixtral")
-    model.save_pretrained(tmp_path)
-    for said in run_ranks(split_by_transformers, 2, tmp_path, timeout=120):
-        assert "split by Transformers' own expert parallelism" in said
-        assert "load it without distributed_config, and write expert_parallel_degree=2" in said
 
 
 def test_experts_without_parameters_of_their_own_are_refused() -> None:
