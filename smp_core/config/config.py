@@ -101,6 +101,9 @@ class SmpConfig:
         router_bias_update_rate: How far the bias that routers like DeepSeek-V3's choose experts by
             (e_score_correction_bias) moves in each optimizer step, towards experts with fewer tokens than the mean of
             all ranks' tokens. A number > 0, or None (default; it stays).
+        expert_capacity_factor: The most tokens of a micro-batch that an expert takes in training, as a multiple of an
+            even share; it is left out for those of all ranks in which its weight is smallest. A number > 0, or None
+            (default; no token is dropped).
         tensor_parallel_degree: Ranks that split each matrix product, neighbours inside a node; shard_degree does not
             count them. Integer >= 1; default 1 (off).
         tensor_parallel: How layers are split over tensor ranks. "auto", or fields of TensorParallel
@@ -194,6 +197,9 @@ class SmpConfig:
     )
     router_balance: Literal["auto", "rank", "global"] = setting("auto", read.word("auto", "rank", "global"))
     router_bias_update_rate: float | None = setting(
+        None, read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
+    )
+    expert_capacity_factor: float | None = setting(
         None, read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
     )
     tensor_parallel_degree: int = setting(1, _DEGREE)

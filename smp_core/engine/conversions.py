@@ -297,7 +297,8 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
 def balance_where_asked(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
     """Balance the model's routers; None where it has none that anything was asked of."""
     knobs = plan.knobs
-    is_asked = knobs.router_bias_update_rate is not None or knobs.asked("router_balance") == "global"
+    numbers = (knobs.router_bias_update_rate, knobs.expert_capacity_factor)
+    is_asked = any(each is not None for each in numbers) or knobs.asked("router_balance") == "global"
     if not is_asked and not router_losses(model):
         return None
     return balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)

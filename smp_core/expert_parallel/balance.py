@@ -1,4 +1,5 @@
-"""balance_routers(): auxiliary losses of all ranks' tokens (losses) and biases that move by their choices (biases)."""
+"""balance_routers(): auxiliary losses of all ranks' tokens (losses), biases that move by their choices (biases), and
+the most tokens that an expert takes (capacity)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.biases import Biases
+from smp_core.expert_parallel.capacity import Capacity
 from smp_core.expert_parallel.losses import Sums, TotalsOfStages, add_up
 from smp_core.plan import Plan, loss_over_stages, router_losses
 
@@ -23,12 +25,16 @@ class BalancedRouters:
         shares_losses: whether there are auxiliary losses, and they are those of all ranks' tokens.
         biases: those that are updated; None: none.
         stages: what auxiliary losses are made of that goes through pipeline stages; None: nothing.
+        capacity: of experts; None: they take all tokens.
     """
 
-    def __init__(self, shares_losses: bool, biases: Biases | None, stages: TotalsOfStages | None) -> None:
+    def __init__(
+        self, shares_losses: bool, biases: Biases | None, stages: TotalsOfStages | None, capacity: Capacity | None
+    ) -> None:
         self._shares_losses = shares_losses
         self._biases = biases
         self.stages = stages
+        self._capacity = capacity
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Update biases after each step of the model's first optimizer."""
@@ -42,20 +48,23 @@ class BalancedRouters:
             lines.append("auxiliary losses of routers over all ranks' tokens")
         if self._biases is not None:
             lines.append(f"biases of {len(self._biases.names)} routers move by {self._biases.rate:g} in a step")
+        if self._capacity is not None:
+            lines.append(f"experts take at most {self._capacity.factor:g} times an even share of a micro-batch")
         return "\n".join(lines)
 
 
 def balance_routers(
     model: nn.Module, plan: Plan, group: dist.ProcessGroup, meter: CommMeter, device: torch.device
 ) -> BalancedRouters:
-    """Do what ``router_balance`` and ``router_bias_update_rate`` ask, in place, before anything is sharded.
+    """Do what ``router_balance``, ``router_bias_update_rate`` and ``expert_capacity_factor`` ask, in place, before
+    experts are dealt.
 
     Args:
         plan: of all pipeline stages.
         group: the ranks whose gradients are added up.
 
     Raises:
-        ValueError: the model has no loss, or no biases, of the kind that was asked for.
+        ValueError: the model has no loss, no biases, or no experts, of the kind that was asked for.
     """
     knobs, sums = plan.knobs, Sums(group, meter)
     is_cut = plan.stages is not None
@@ -87,4 +96,8 @@ def balance_routers(
     # Biases.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
-    return BalancedRouters(any(shared), biases, stages)
+    # Capacity, after biases have counted all choices.
+    capacity = None if knobs.expert_capacity_factor is None else Capacity(knobs.expert_capacity_factor, sums)
+    if capacity is not None:
+        capacity.limit(model, plan, device)
+    return BalancedRouters(any(shared), biases, stages, capacity)

@@ -1,4 +1,5 @@
-"""Dispatches: tokens to the ranks of their experts, and what experts make of them back. No token is dropped.
+"""Dispatches: tokens to the ranks of their experts, and what experts make of them back. No token is dropped, but those
+that a capacity leaves out do not travel: their expert is one beyond the last.
 
 FlatDispatch    a row for each expert of a token, in one all-to-all each way
 TwoHopDispatch  a token once to each other node that has experts of it, to the rank with this one's place there; inside
@@ -41,7 +42,7 @@ class Dispatch(Protocol):
         """Return the sum of what its experts make of each token, each times its weight, [T, H].
 
         Args:
-            chosen_TK: int64, 0 to ``n_experts`` - 1.
+            chosen_TK: int64, 0 to ``n_experts`` - 1; ``n_experts``: none, with a weight of 0.
             run: this rank's experts.
         """
 
@@ -65,12 +66,14 @@ class FlatDispatch:
         leaving, arriving = by_rank.sum(-1).tolist()
 
         # Phase 2: the rows of this rank's experts, from all ranks, and what these make of them.
-        rows_RH = self._all.dispatch(tokens_TH[order_R // of_each], leaving, arriving)
+        sent_R = order_R[: sum(leaving)]  # those without an expert are the last
+        rows_RH = self._all.dispatch(tokens_TH[sent_R // of_each], leaving, arriving)
         made_RH = run(rows_RH, _expert_of_rows(arriving_E, self.degree, sum(arriving)))
 
         # Phase 3: back to where the tokens are, and there times their weights.
         back_RH = self._all.combine(made_RH, arriving, leaving)
-        in_place = back_RH[order_R.argsort()].view(*chosen_TK.shape, -1)
+        everywhere = back_RH.new_zeros(len(order_R), *back_RH.shape[1:])
+        in_place = everywhere.index_copy(0, sent_R, back_RH).view(*chosen_TK.shape, -1)
         return (in_place * weights_TK.unsqueeze(-1)).sum(1)
 
 
@@ -96,7 +99,7 @@ class TwoHopDispatch:
 
         # Phase 1: which tokens go to which node, and how many rows there will be on both hops.
         wanted_NT = torch.stack([(node_TK == node).any(1) for node in range(nodes)])
-        chosen_NE = _count(chosen_TK.reshape(-1), n_experts).view(nodes, on_node)
+        chosen_NE = _count(chosen_TK.reshape(-1), n_experts).view(nodes, on_node)  # none is on no node
         ours = torch.cat([wanted_NT.sum(1, keepdim=True), chosen_NE], 1)
         theirs = self._across.equal_parts(ours.view(-1)).view(nodes, 1 + on_node)
         passed_E = theirs[:, 1:].sum(0)
@@ -134,7 +137,8 @@ class TwoHopDispatch:
 
 def _count(chosen_R: torch.Tensor, n_experts: int) -> torch.Tensor:
     """Return how many rows each expert gets, [E]; bincount would wait for the device."""
-    return chosen_R.new_zeros(n_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+    counts = chosen_R.new_zeros(n_experts + 1).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+    return counts[:n_experts]
 
 
 def _expert_of_rows(arriving_E: torch.Tensor, ranks: int, n_rows: int) -> torch.Tensor:

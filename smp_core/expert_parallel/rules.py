@@ -11,7 +11,7 @@ from smp_core.config import Clash
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
 from smp_core.topology import divisors, listed
 
-KNOB, AHEAD = "expert_parallel_degree", "collectives.backward_prefetch"
+KNOB, CAPACITY, AHEAD = "expert_parallel_degree", "expert_capacity_factor", "collectives.backward_prefetch"
 
 
 def _came_with_whole_experts(draft: ModelDraft) -> str | None:
@@ -99,12 +99,38 @@ class RouterBalance(Subject):
     """Router balance, as one of the subjects."""
 
     name = "router balance"
-    page = "mixture-of-experts.md"
-    knobs = ("router_balance", "router_bias_update_rate")
+    page = "routers.md"
+    knobs = ("router_balance", "router_bias_update_rate", CAPACITY)
     part = "routers"
+    apart = (
+        Clash(
+            "tensor parallelism",
+            f"`{CAPACITY}`",
+            lambda draft: asked_for(CAPACITY)(draft) and asked_for("tensor_parallel_degree", unless=1)(draft),
+            f"write tensor_parallel_degree=1, or leave {CAPACITY} out",
+        ),
+        Clash(
+            "compilation",
+            f"`{CAPACITY}` with `compile.fullgraph`: tokens are counted outside of graphs",
+            lambda draft: asked_for(CAPACITY)(draft) and asked_for("compile.fullgraph")(draft),
+            f"write compile={{'fullgraph': false}}, or leave {CAPACITY} out",
+        ),
+    )
 
     def settle(self, draft: ModelDraft) -> None:
-        """Resolve whose tokens an auxiliary loss is of."""
+        """Resolve whose tokens an auxiliary loss is of.
+
+        Raises:
+            ValueError: a capacity of experts that there are not, or beside what it is not built together with.
+        """
+        factor = draft.knobs.expert_capacity_factor
+        if factor is not None:
+            asked = f"{CAPACITY}={factor:g}"
+            self.require_together(draft, asked)
+            unknown = [site.problem for site in draft.shapes.experts if not site.experts]
+            if unknown or not draft.shapes.experts:
+                why = unknown[0] if unknown else f"{draft.shapes.kind} has no experts that torch-smp knows"
+                raise ValueError(f"{asked}: {why}; leave it out")
         if draft.knobs.router_balance == "auto":
             draft.settle("router_balance", "global", "as in one process")
 

@@ -8,13 +8,14 @@ Choices are counted on their device, and nothing waits for them between two repo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.plan import DROPPED
 from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
@@ -58,10 +59,11 @@ class RouterLoads:
             called are left out.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], share_models: bool, device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], share_models: bool, device: torch.device) -> None:
         self.by_router: dict[str, dict[str, float]] = {}
         self._share_models = share_models
         self._routers = dict(_routers(modules))
+        self._limited = [each for module in modules for each in module.modules() if hasattr(each, DROPPED)]
         self._sizes: dict[str, int] | None = None  # experts of every router of the job
         self._warned = False
         self._hooks = [router.register_forward_hook(_count) for router in self._routers.values()]
@@ -73,7 +75,8 @@ class RouterLoads:
 
         Returns:
             ``expert_load``: the highest ``busiest`` of all routers; ``idle_experts``: the share of all experts without
-            a token. Empty for a model without routers, or if none was called.
+            a token; ``dropped_choices``: the share of choices that experts with a capacity left out. Empty for a model
+            without routers, or if none was called.
         """
         if self._sizes is None:
             self._sizes = {name: router.num_experts for name, router in self._routers.items()}
@@ -86,7 +89,9 @@ class RouterLoads:
         # Tokens of each expert, over all ranks.
         sizes = dict(sorted(self._sizes.items()))
         own = [float(count) for name, size in sizes.items() for count in self._taken(name, size)]
-        together = torch.tensor(over_ranks(own, "sum"), dtype=torch.float64)
+        own += self._dropped()
+        *counts, dropped, limited = over_ranks(own, "sum")
+        together = torch.tensor(counts, dtype=torch.float64)
         loads = dict(zip(sizes, together.split(list(sizes.values())), strict=True))
         self.by_router = {
             name: {"busiest": float(load.max() / load.mean()), "idle": float((load == 0).double().mean())}
@@ -98,7 +103,8 @@ class RouterLoads:
             return {}
         used = torch.cat([loads[name] for name in self.by_router])
         highest = max(figures["busiest"] for figures in self.by_router.values())
-        return {"expert_load": highest, "idle_experts": float((used == 0).double().mean())}
+        found = {"expert_load": highest, "idle_experts": float((used == 0).double().mean())}
+        return {**found, "dropped_choices": dropped / limited} if limited else found
 
     def _taken(self, name: str, size: int) -> list[int]:
         if name not in self._routers:
@@ -107,6 +113,16 @@ class RouterLoads:
         taken: list[int] = counts[:size].tolist()
         counts.zero_()
         return taken
+
+    def _dropped(self) -> list[float]:
+        """Take what this rank's experts left out, and all choices of those that may leave out any."""
+        totals = [getattr(experts, DROPPED) for experts in self._limited]
+        if not totals:
+            return [0.0, 0.0]
+        found: list[float] = torch.stack(totals).sum(0).tolist()
+        for each in totals:
+            each.zero_()
+        return found
 
     def _say_that_nothing_was_counted(self) -> None:
         if not self._warned and is_rank_0():

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 # Transformers' mark. It has no public name; the class decorator leaves nothing else that other modules do not have.
 _MARK = "_is_expert_parallel"
 
+DROPPED = "_smp_dropped_choices"
+"""Where experts with a capacity count, on their device, since the last report: choices left out, and all of them."""
+
 _OTHER_LAYOUTS = (
     "DbrxExperts",
     "Llama4TextExperts",

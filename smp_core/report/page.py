@@ -47,6 +47,7 @@ FIGURES = {
     "peak_host_rss_gib": "peak memory of a rank, GiB",
     "expert_load": "tokens of the busiest expert of any router, over the mean",
     "idle_experts": "share of experts without a token",
+    "dropped_choices": "share of choices that experts left out, being full",
 }
 """Figures of reports that have words; others are shown by their own names."""
 

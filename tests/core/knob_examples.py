@@ -113,6 +113,7 @@ VALUES: dict[str, Any] = {
     "expert_parallel_degree": st.sampled_from([1, 2, 4, "node", "auto"]),
     "router_balance": st.sampled_from(["auto", "rank", "global"]),
     "router_bias_update_rate": st.none() | st.floats(1e-6, 1.0),
+    "expert_capacity_factor": st.none() | st.floats(1e-6, 8.0),
     "tensor_parallel_degree": st.integers(1, 9),
     "tensor_parallel": some(TensorParallel),
     "pipeline_parallel_degree": st.integers(1, 9),

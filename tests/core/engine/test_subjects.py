@@ -163,6 +163,10 @@ ASKED: dict[tuple[str, str], dict[str, Any]] = {
         "knobs": {**EXPERT, "collectives": {"symmetric_memory": True}}
     },
     ("expert parallelism", "models that came sharded with whole experts"): {"knobs": EXPERT, "given": True},
+    ("router balance", "`expert_capacity_factor`"): {"knobs": {**TENSOR, "expert_capacity_factor": 1.25}},
+    ("router balance", "`expert_capacity_factor` with `compile.fullgraph`: tokens are counted outside of graphs"): {
+        "knobs": {"compile": {"fullgraph": True}, "expert_capacity_factor": 1.25}
+    },
     ("frozen storage", "`fp8`: weights travel in FP8 then"): {"knobs": {**FROZEN, "fp8": True}},
     ("frozen storage", "`compression.gather`, where frozen weights travel as codes already"): {
         "knobs": {**FROZEN, "shard_degree": 8, "compression": {"gather": "int8"}}

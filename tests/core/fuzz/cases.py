@@ -74,6 +74,7 @@ NOT_DRAWN: dict[str, str] = {
     "expert_parallel_degree": "needs a mixture of experts: tests/core/expert_parallel",
     "router_balance": "needs a mixture of experts: tests/core/expert_parallel",
     "router_bias_update_rate": "needs a mixture of experts: tests/core/expert_parallel",
+    "expert_capacity_factor": "needs a mixture of experts: tests/core/expert_parallel",
     "collectives.context_head_groups": _SEQUENCES,
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,
