@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from smp_core.engine.parallel_model import ParallelModel
 from smp_core.observe.router_loads import RouterLoads
 from tests.core.expert_parallel.cases import Case, plan_of
 from tests.core.expert_parallel.models import EXPERTS
+from tests.core.expert_parallel.staged import in_micro_batches
+from tests.core.pipeline.cases import Case as Staged, together as together_on_stages
 from tests.core.tensor_parallel.model_cases import alone, batches, build, differences, loss_of, together
 from tests.core.tensor_parallel.models import MODELS
 from tests.harness import run_ranks
@@ -80,6 +83,20 @@ def test_full_experts_leave_out_what_one_process_would(cases: list[Case]) -> Non
     """1e-12: sums in another order, in float64."""
     for found in run_ranks(capacity_problems, 4, cases, ranks_per_node=2, timeout=600):
         assert found == [[] for _ in cases]
+
+
+def staged_problems(case: Staged) -> list[str]:
+    """The same of pipeline stages, whose micro-batches are those of all ranks together."""
+    MODELS["limited"] = lambda: limited(case.kind, [])
+    return differences(together_on_stages(case), in_micro_batches(replace(case, kind="limited"), 2))
+
+
+@pytest.mark.slow
+def test_full_experts_on_stages_leave_out_what_one_process_would() -> None:
+    """1e-12, as above."""
+    knobs = (("expert_parallel_degree", 2), ("expert_capacity_factor", FACTOR))
+    case = Staged("Qwen3Moe", shard=2, micro_batches=2, knobs=knobs)
+    assert run_ranks(staged_problems, 4, case, ranks_per_node=4, timeout=600) == [[]] * 4
 
 
 def ragged() -> tuple[dict[str, float], float]:
