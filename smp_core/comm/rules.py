@@ -72,6 +72,8 @@ class Communication(Subject):
             asked = draft.knobs.collectives.context_head_groups
             set_to = draft.settle if asked in ("auto", 1) else draft.drop
             set_to("collectives.context_head_groups", 1, "context_parallel_degree=1")
+        if draft.knobs.expert_parallel_degree == 1 and draft.knobs.collectives.expert_transport != "all_to_all":
+            draft.drop("collectives.expert_transport", "all_to_all", "expert_parallel_degree=1")
 
     def machine(self) -> Iterator[Finding]:
         """Look whether measured links are known."""

@@ -313,6 +313,9 @@ class Collectives(Recipe):
         context_head_groups: In how many groups the key and value heads travel between context ranks, so that one
             group's gather runs behind the attention of the one before. Integer >= 1 (at most the number of key and
             value heads; the next smaller divisor of it is taken) or "auto" (default; 2 on an accelerator, 1 on CPU).
+        expert_transport: What carries tokens between expert ranks. "all_to_all" (default; torch's collective) or
+            "deep_ep" (the kernels of DeepEP, where it is installed: CUDA, bfloat16, 2, 4 or 8 expert ranks on a node,
+            or nodes of 8; never run with the package itself so far).
         meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or False.
     """
 
@@ -328,6 +331,7 @@ class Collectives(Recipe):
     separate_reduce_scatter_group: bool = setting(False, _BOOLEAN)
     symmetric_memory: bool = setting(False, _BOOLEAN)
     context_head_groups: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
+    expert_transport: Literal["all_to_all", "deep_ep"] = setting("all_to_all", read.word("all_to_all", "deep_ep"))
     meter: bool = setting(True, _BOOLEAN)
 
 

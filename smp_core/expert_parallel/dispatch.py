@@ -4,6 +4,7 @@ that a capacity leaves out do not travel: their expert is one beyond the last.
 FlatDispatch    a row for each expert of a token, in one all-to-all each way
 TwoHopDispatch  a token once to each other node that has experts of it, to the rank with this one's place there; inside
                 the node a row for each expert; their weighted sum goes back. For ranks on several nodes
+DeepEpDispatch  a token once to each other rank that has experts of it, by the package deep_ep (deep_ep)
 
 The host waits for the device once, for the numbers of rows. A rank whose experts get no token takes part in all
 exchanges, forward and backward. Shape letters: E experts of the layer, D ranks that divide them, N nodes and L ranks on
@@ -111,7 +112,7 @@ class TwoHopDispatch:
         passing, arriving = numbers[2 * nodes : -ranks], numbers[-ranks:]
 
         # Phase 2: tokens between nodes, with their experts there and the weights of these.
-        node_M, token_M = _places(wanted_NT, sum(leaving))
+        node_M, token_M = places(wanted_NT, sum(leaving))
         rows_MH = self._across.dispatch(tokens_TH[token_M], leaving, coming)
         is_there = node_TK[token_M] == node_M[:, None]
         experts_MK = torch.where(is_there, chosen_TK[token_M], -1).to(torch.int32)
@@ -120,7 +121,7 @@ class TwoHopDispatch:
         weights_MK = self._across.dispatch(weights_MK, leaving, coming)
 
         # Phase 3: inside the node, a row for each expert, and back.
-        row_R, place_R = _places(experts_MK >= 0, sum(passing))
+        row_R, place_R = places(experts_MK >= 0, sum(passing))
         expert_R = experts_MK[row_R, place_R] % on_node
         order_R = expert_R.argsort(stable=True)
         row_R, place_R = row_R[order_R], place_R[order_R]
@@ -147,7 +148,7 @@ def _expert_of_rows(arriving_E: torch.Tensor, ranks: int, n_rows: int) -> torch.
     return own.repeat(ranks).repeat_interleave(arriving_E, output_size=n_rows)
 
 
-def _places(marks: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def places(marks: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and columns of what is true in a matrix, row by row; how many are is known already."""
     flat = marks.reshape(-1)
     # Stable and descending: those that are true come first, in order. (nonzero would wait for the device.)

@@ -4,7 +4,9 @@ of sending again. Its gradient goes the way back. Bytes are counted as they leav
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -54,13 +56,23 @@ class Exchange:
     def run(self, rows: torch.Tensor, leaving: list[int], arriving: list[int], kind: str) -> torch.Tensor:
         """Run one all-to-all, metered."""
         arrived = rows.new_empty((sum(arriving), *rows.shape[1:]))
-        row_bytes = rows[:1].numel() * rows.element_size()  # 0 without rows
-        sizes = zip(self._ranks, leaving, strict=True)
-        sent = [(rank, count * row_bytes) for rank, count in sizes if rank != self._meter.rank and count]
-        link: LinkClass = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
-        with self._meter.point_to_point(kind, sent, link), here.waiting("tokens for experts"):
+        with self.sending(leaving, row_bytes(rows), kind):
             dist.all_to_all_single(arrived, rows.contiguous(), arriving, leaving, group=self._group)
         return arrived
+
+    @contextlib.contextmanager
+    def sending(self, leaving: list[int], size: int, kind: str) -> Iterator[None]:
+        """Meter so many rows of ``size`` bytes that leave to each rank meanwhile."""
+        sizes = zip(self._ranks, leaving, strict=True)
+        sent = [(rank, count * size) for rank, count in sizes if rank != self._meter.rank and count]
+        link: LinkClass = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
+        with self._meter.point_to_point(kind, sent, link), here.waiting("tokens for experts"):
+            yield
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Return the bytes of one of some rows; 0 without any."""
+    return rows[:1].numel() * rows.element_size()
 
 
 @torch.library.custom_op("smp::expert_counts", mutates_args=())

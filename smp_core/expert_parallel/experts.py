@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from smp_core.activations import SENDS
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
+from smp_core.expert_parallel.deep_ep import DeepEpDispatch
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
 from smp_core.plan import ExpertShape, Plan, adapters_of
 from smp_core.torch_facts import local_part
@@ -46,11 +47,15 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
     """
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
-    ranks = mesh.experts(degree, in_stages=bool(plan.knobs.collectives.hierarchical))
+    ranks = mesh.experts(degree, in_stages=plan.experts_in_stages)
     # How tokens travel.
-    dispatch: Dispatch = FlatDispatch(ranks.all, meter)
-    if ranks.stages is not None:
+    dispatch: Dispatch
+    if plan.knobs.collectives.expert_transport == "deep_ep":
+        dispatch = DeepEpDispatch(ranks.all, meter)
+    elif ranks.stages is not None:
         dispatch = TwoHopDispatch(*ranks.stages, meter)
+    else:
+        dispatch = FlatDispatch(ranks.all, meter)
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
         _require_products(module, site.name)

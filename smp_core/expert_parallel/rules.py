@@ -8,10 +8,12 @@ from typing import Any
 
 from smp_core.cluster import PARTITION
 from smp_core.config import Clash
+from smp_core.expert_parallel import deep_ep
 from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
 from smp_core.topology import divisors, listed
 
 KNOB, CAPACITY, AHEAD = "expert_parallel_degree", "expert_capacity_factor", "collectives.backward_prefetch"
+TRANSPORT = "collectives.expert_transport"
 
 
 def _came_with_whole_experts(draft: ModelDraft) -> str | None:
@@ -42,12 +44,24 @@ class ExpertParallelism(Subject):
     )
 
     def settle(self, draft: ModelDraft) -> None:
-        """Resolve the degree.
+        """Resolve the degree, and see that tokens can travel as asked.
 
         Raises:
             ValueError: a degree that does not divide the partition group or the experts, with those that do; a model
-                without experts, or with experts that ranks cannot divide; what it is not built together with.
+                without experts, or with experts that ranks cannot divide; what it is not built together with; DeepEP
+                where it cannot be used.
         """
+        self._settle_degree(draft)
+        degree, way = draft.knobs.expert_parallel_degree, draft.knobs.collectives.expert_transport
+        assert isinstance(degree, int)
+        if way == "deep_ep" and degree == 1:
+            draft.drop(TRANSPORT, "all_to_all", f"{KNOB}=1")
+        elif way == "deep_ep":
+            problem = deep_ep.unfit(draft, degree) or deep_ep.missing()
+            if problem:
+                raise ValueError(f"{TRANSPORT}='deep_ep': {problem}; or leave it out")
+
+    def _settle_degree(self, draft: ModelDraft) -> None:
         asked = draft.knobs.expert_parallel_degree
         allowed = divisors(math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts)))
         inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
@@ -89,7 +103,8 @@ class ExpertParallelism(Subject):
             return []
         rest = plan.layout.size(*PARTITION) // degree
         sites = plan.shapes.experts
-        return [f"experts of {len(sites)} layers dealt to {degree} ranks, those of a rank sharded over {rest}"]
+        way = ", tokens by DeepEP" if plan.knobs.collectives.expert_transport == "deep_ep" else ""
+        return [f"experts of {len(sites)} layers dealt to {degree} ranks, those of a rank sharded over {rest}{way}"]
 
 
 EXPERT_PARALLELISM = ExpertParallelism()

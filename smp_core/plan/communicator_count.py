@@ -22,7 +22,7 @@ def communicators(plan: Plan) -> list[int]:
     found = list(_of_layout(plan.layout, topology, tuple(in_two), keep if type(keep) is int else None))
     experts = knobs.expert_parallel_degree
     if isinstance(experts, int) and experts > 1:
-        found += _of_experts(plan.layout, topology, experts, in_stages=bool(knobs.collectives.hierarchical))
+        found += _of_experts(plan.layout, topology, experts, in_stages=plan.experts_in_stages)
     if plan.stages is not None and plan.stages.tied and plan.stages.count > 2:
         found.append(2)  # the first and the last stage
     if knobs.collectives.separate_reduce_scatter_group:

@@ -224,6 +224,12 @@ class Plan:
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
         return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(self.shard_degree)
 
+    @property
+    def experts_in_stages(self) -> bool:
+        """Tell whether tokens go to experts on other nodes in two all-to-alls."""
+        collectives = self.knobs.collectives
+        return bool(collectives.hierarchical) and collectives.expert_transport == "all_to_all"
+
     def is_coded(self, parameter: ParameterShape) -> bool:
         """Return whether a unit's parameter is stored as codes (``frozen_storage``): a frozen matrix whose rows are no
         shorter than codes pay for."""

@@ -78,6 +78,7 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "separate_reduce_scatter_group": st.booleans(),
         "symmetric_memory": st.booleans(),
         "context_head_groups": _ONE_OR_AUTO,
+        "expert_transport": st.sampled_from(["all_to_all", "deep_ep"]),
         "meter": st.booleans(),
     },
     AutoPlan: {

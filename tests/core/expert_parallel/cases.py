@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.harness import run_ranks
 
 RATE, BIAS = 0.05, "e_score_correction_bias"
+HIDDEN, CHOICES, WIDE = 32, 2, 8  # of the tiny models: features, experts of a token, bytes of a number
 
 
 @dataclass(frozen=True)
@@ -157,3 +159,34 @@ def with_biases(micro_batches: int, steps: int) -> dict[str, torch.Tensor]:
             getattr(gate, BIAS).add_(RATE * (counts.mean() - counts).sign())
             chosen[name].clear()
     return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def sent(cases: list[Case]) -> list[dict[str, Any]]:
+    """One step of each case: the bytes that this rank sent, the choices of all ranks by layer, the size of a unit of
+    experts while it is gathered."""
+    found = []
+    for case in cases:
+        parallel = case.parallel()
+        chosen: list[torch.Tensor] = []
+        sites = [parallel.module.get_submodule(site.name) for site in parallel.plan.shapes.experts]
+        for site in sites:
+            site.register_forward_pre_hook(functools.partial(_keep, chosen))
+        tokens = batches(1, 1)[0, 0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        with Wide():
+            loss_of(parallel.module, tokens).backward()
+        parallel.window.close()
+        parallel.meter.close_step()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, chosen[: len(sites)])
+        units = [unit for unit in parallel.units if unit.name.endswith("experts")]
+        gathered = [sum(each.numel() for each in unit.unsharded()) for unit in units]
+        found.append({**parallel.meter.per_step(), "choices": everyone, "gathered": gathered})
+    return found
+
+
+def _keep(chosen: list[torch.Tensor], _: Any, args: tuple[torch.Tensor, ...]) -> None:
+    chosen.append(args[1])
+
+
+def bytes_of(figures: dict[str, Any], kind: str) -> dict[str, float]:
+    return {link: figures.get(f"expert_{kind}/{link}_bytes", 0.0) for link in ("intra", "inter")}

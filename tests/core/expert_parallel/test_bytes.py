@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
-from tests.core.expert_parallel.cases import Case
+from tests.core.expert_parallel.cases import CHOICES, HIDDEN, WIDE, Case, bytes_of, sent
 from tests.core.expert_parallel.models import EXPERTS
 from tests.core.tensor_parallel.model_cases import Wide, batches, loss_of
 from tests.harness import run_ranks
-
-HIDDEN, CHOICES, WIDE = 32, 2, 8  # of the tiny models: features, experts of a token, bytes of a number
-
-
-def sent(cases: list[Case]) -> list[dict[str, Any]]:
-    """One step of each case: the bytes that this rank sent, the choices of all ranks by layer, the size of a unit of
-    experts while it is gathered."""
-    found = []
-    for case in cases:
-        parallel = case.parallel()
-        chosen: list[torch.Tensor] = []
-        sites = [parallel.module.get_submodule(site.name) for site in parallel.plan.shapes.experts]
-        for site in sites:
-            site.register_forward_pre_hook(functools.partial(_keep, chosen))
-        tokens = batches(1, 1)[0, 0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
-        with Wide():
-            loss_of(parallel.module, tokens).backward()
-        parallel.window.close()
-        parallel.meter.close_step()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, chosen[: len(sites)])
-        units = [unit for unit in parallel.units if unit.name.endswith("experts")]
-        gathered = [sum(each.numel() for each in unit.unsharded()) for unit in units]
-        found.append({**parallel.meter.per_step(), "choices": everyone, "gathered": gathered})
-    return found
-
-
-def _keep(chosen: list[torch.Tensor], _: Any, args: tuple[torch.Tensor, ...]) -> None:
-    chosen.append(args[1])
-
-
-def bytes_of(figures: dict[str, Any], kind: str) -> dict[str, float]:
-    return {link: figures.get(f"expert_{kind}/{link}_bytes", 0.0) for link in ("intra", "inter")}
 
 
 def in_one_hop(rank: int, degree: int, choices: list[list[torch.Tensor]]) -> dict[str, int]:

@@ -76,6 +76,7 @@ NOT_DRAWN: dict[str, str] = {
     "router_bias_update_rate": "needs a mixture of experts: tests/core/expert_parallel",
     "expert_capacity_factor": "needs a mixture of experts: tests/core/expert_parallel",
     "collectives.context_head_groups": _SEQUENCES,
+    "collectives.expert_transport": "needs DeepEP, or its stand-in: tests/core/expert_parallel/test_deep_ep.py",
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,
     "tensor_parallel.across_nodes": _LAYERS,
