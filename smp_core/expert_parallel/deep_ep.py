@@ -74,7 +74,8 @@ def unfit(draft: ModelDraft, degree: int) -> str:
     for parameter in draft.shapes.parameters:
         is_experts = parameter.name.rpartition(".")[0] in draft.shapes.expert_names
         if is_experts and (computed or parameter.dtype) not in DTYPES:
-            return f"its kernels take bfloat16, and {parameter.name} computes in {computed or parameter.dtype}"
+            own = computed or parameter.dtype
+            return f"its kernels take bfloat16, and {parameter.name} computes in {own}; write param_dtype='bfloat16'"
     return ""
 
 

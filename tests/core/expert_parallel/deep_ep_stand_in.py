@@ -37,7 +37,7 @@ class Buffer:
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, None, Tensor, Tensor, None]:
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.ndim == 2
-        assert -1 <= topk_idx.min() and topk_idx.max() < num_experts
+        assert topk_idx.min() >= -1 and topk_idx.max() < num_experts
         rank = topk_idx // (num_experts // self.size)
         is_in_rank = torch.stack([(rank == each).any(1) for each in range(self.size)], 1)
         of_experts = topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
