@@ -26,6 +26,7 @@ REFUSALS = (
     "type: ",
     "change per_device_train_batch_size",
     "not built yet",
+    "register it before training",
 )
 
 Found = dict[str, Any] | str

@@ -123,20 +123,21 @@ def draw(seed: int) -> Program:
     _draw_evaluation(rng, program)
     _draw_methods(rng, program)
     _draw_script(rng, program)
-    if program["arguments"]["optim"] == "adafactor" and program["model"] in ("gpt2", "bert"):
-        # The bias of keys has no gradient but what rounding leaves, 1e-18, which Adafactor divides by itself.
-        program["arguments"]["optim"] = "adagrad"
-    if "tensor_parallel_degree" in program["knobs"] and program["model"] == "llama":
-        # What is computed again is cast to float32, of which ranks add up parts.
-        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-            program["arguments"].pop(name, None)
+    if program["arguments"]["optim"] in ("adafactor", "adagrad", "rmsprop") and program["model"] in ("gpt2", "bert"):
+        # The bias of keys has no gradient but what rounding leaves, 1e-18, which these divide by itself.
+        program["arguments"]["optim"] = "sgd"
     if "tensor_parallel_degree" in program["knobs"]:
         # A split head that computes the loss leaves no logits.
         program["overrides"] = [each for each in program["overrides"] if each not in ("two losses", "own sum")]
     if samples_ranks(program) == 1:
         _of_one_reader(program)
-    if program["data"] == "group_by_length" and program["script"][0] != "train":
-        program["script"] = ["train", *program["script"][2:]]  # the order is drawn from what is left of a generator
+    if samples_ranks(program) < program["world"] and program["data"] == "stream":
+        if program["samples"] % program["batch"]:
+            program["resume"] = None  # other layouts fill the last batch otherwise
+    if program["script"][0] != "train" and (program["data"] == "group_by_length" or _measure(program) != "one process"):
+        # The order is drawn from what is left of a generator; and what stock Trainer has evaluated before training it
+        # does not wrap in DDP any more, so that each rank trains for itself.
+        program["script"] = program["script"][1:]
     if program["knobs"].get("optimizer_shard") == "world" and "plain norms" in program["callbacks"]:
         program["callbacks"].remove("plain norms")  # parameters have no gradients there, as is said
     if program["arguments"].get("eval_strategy") or program["script"][0] != "train":
@@ -149,11 +150,26 @@ def draw(seed: int) -> Program:
         program["data"],
         program["eval_data"],
     )
-    if by_rank_0 and program["lengths"] == "ragged" and _measure(program) != "one process":
-        program["lengths"] = "fixed"  # DDP waits for a rank that cannot put batches of several lengths together
+    if by_rank_0 and _measure(program) != "one process" and "stops epoch" in program["callbacks"]:
+        program["callbacks"].remove("stops epoch")  # DDP waits for batches of an epoch that was left
+    if samples_ranks(program) < program["world"]:
+        # Of batches that rank 0 deals out it is known how many samples the last one has; other ranks count it as full.
+        if any(samples % program["batch"] for samples in program["eval_samples"]):
+            program["eval_data"] = "map"
+    if program["accelerator_config"].get("split_batches"):
+        # Stock Trainer takes a rank's part for the whole batch; ours does not.
+        program["eval_samples"] = [
+            -(-samples // program["batch"]) * program["batch"] for samples in program["eval_samples"]
+        ]
+        if _measure(program) != "one process":
+            program["eval_data"] = "map"
+    readers = max(samples_ranks(program), _readers_of_resumption(program))
+    if by_rank_0 and program["lengths"] == "ragged" and readers > 1:
+        program["lengths"] = "fixed"  # rank 0 cannot put batches of several lengths together
+        if program["data"] == "batch_rebalance":
+            program["data"] = "map"
     if program["lengths"] == "ragged" and "context_parallel_degree" in program["knobs"]:
-        # Padding attends to other padding there, so that logits differ where no row is.
-        program["metrics"] = False
+        # Padding attends to other padding there, so that its logits, which are in no metrics, differ.
         program["script"] = [call for call in program["script"] if call != "predict"]
     if program["model"] == "bert" and _measure(program) != "one process":
         # Under DDP stock Trainer multiplies the mean of BERT's classifiers by the ranks; ours does not.
@@ -170,13 +186,15 @@ def draw(seed: int) -> Program:
     return program
 
 
+def _readers_of_resumption(program: Program) -> int:
+    resume = program["resume"]
+    return 1 if resume is None else samples_ranks(resume, resume["world"])
+
+
 def _of_one_reader(program: Program) -> None:
     """Leave out what Trainer does in another way on several ranks than in one process, which is all there is of DDP."""
     # Gathered objects are lists of rows, and one process's are tensors.
     program["extras"] = [each for each in program["extras"] if each != "inputs by object"]
-    # Of batches that rank 0 deals out it is known how many samples the last one has; one process counts it as full.
-    if any(samples % program["batch"] for samples in program["eval_samples"]):
-        program["eval_data"] = "map"
 
 
 def _draw_knobs(rng: random.Random, program: Program, shared: str | None) -> dict[str, Any]:
@@ -339,6 +357,8 @@ def _measure(program: Program) -> str:
     arguments = program["arguments"]
     if arguments.get("average_tokens_across_devices") is False:
         return "DDP: each rank divides by its own targets, as was asked for"
+    if "plain loss" in program["overrides"] and program["model"] in DECODERS and samples_ranks(program) > 1:
+        return "DDP: the mean of each rank's own targets"
     evaluates = arguments.get("eval_strategy") or {"evaluate", "predict"} & set(program["script"])
     if evaluates and any(samples % program["batch"] for samples in program["eval_samples"]):
         return "DDP: of an incomplete last batch Trainer repeats samples before it takes the mean of a rank's loss"
@@ -356,7 +376,8 @@ def _measure(program: Program) -> str:
         return "DDP: gathered objects are lists of rows, and one process's are tensors"
     if program["accelerator_config"].get("use_seedable_sampler") is False:
         return "DDP: torch's sampler draws from another generator"
-    if program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream":
+    by_rank_0 = program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream"
+    if by_rank_0 and samples_ranks(program) == program["world"]:
         if program["samples"] % program["batch"] and not arguments.get("dataloader_drop_last"):
             return "DDP: rank 0 fills a last batch until ranks divide it"
     return "one process"
@@ -434,6 +455,9 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         **arguments,
     )
     rows = make_rows(program["model"], program["samples"], program["lengths"], program["seed"])
+    extra = 0
+    if how == "alone" and 1 < readers < world and not args.dataloader_drop_last:
+        extra = -len(rows) % program["batch"]  # ranks that share a batch read the stream, and fill its last one
     evals = {}
     for name, samples in zip("ab", program["eval_samples"], strict=False):
         evaluated = make_rows(program["model"], samples, program["lengths"], program["seed"] + 100 + samples)
@@ -459,7 +483,7 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     trainer = kind(
         model=model,
         args=args,
-        train_dataset=Stream(rows) if program["data"] == "stream" else rows,
+        train_dataset=Stream(rows, extra) if program["data"] == "stream" else rows,
         eval_dataset=evals["a"] if len(evals) == 1 else evals,
         data_collator=padding,
         callbacks=callbacks,

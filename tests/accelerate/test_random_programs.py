@@ -70,6 +70,33 @@ CASES = [
         accelerator_config={"dispatch_batches": True},
         resume=RESUMED,
     ),
+    # A trial of the model looked for labels that Trainer had taken out of the batch.
+    program(
+        8,
+        knobs={**programs.SHARED["context"], "shard_degree": 2},
+        arguments={"max_steps": 2, "logging_steps": 1, "label_smoothing_factor": 0.1},
+        script=["train", "evaluate"],
+    ),
+    # The second epoch came in the order of the first.
+    program(9, data="batch_rebalance", lengths="ragged", arguments=SAVED, resume=RESUMED),
+    # The second epoch came in another order: each step through stages drew from torch's generator.
+    program(
+        10,
+        knobs={**programs.SHARED["pipeline"], "shard_degree": 1},
+        arguments={"num_train_epochs": 2, "logging_steps": 1},
+        accelerator_config={"use_seedable_sampler": False},
+    ),
+    # The last batch of an evaluation had the loss of rank 0.
+    program(11, eval_data="stream", accelerator_config={"split_batches": True}, script=["train", "evaluate"]),
+    # Labels that were the batch's own were refused as others.
+    program(
+        12,
+        knobs={**programs.SHARED["context"], "shard_degree": 2},
+        overrides=["plain loss"],
+        script=["train", "evaluate"],
+        micro_batches=2,
+        samples=32,
+    ),
 ]
 
 
@@ -84,6 +111,10 @@ LOOPS = [
     loop(4, samples=14, tells_epoch=False, save_after=3, resume=RESUMED_LOOP),
     # Batches were skipped for one rank alone.
     loop(5, how={"dispatch_batches": True}, epochs=1, save_after=2, resume=RESUMED_LOOP),
+    # On several ranks a batch sampler of the user's, or a data set, did not hear of the epoch.
+    loop(6, data="own batches"),
+    loop(7, data="aging"),
+    loop(8, data="own batches", epochs=3, tells_epoch=False, save_after=6, resume=RESUMED_LOOP),
 ]
 
 
@@ -91,6 +122,12 @@ def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
     cases = [CASES[1], CASES[5]]
     check_programs(cases, tmp_path, right=len(cases))
     check_loops([LOOPS[0], LOOPS[3]], tmp_path, right=2)
+
+
+def test_a_sum_over_labels_of_shared_sequences_is_refused(tmp_path: Path) -> None:
+    """Their targets are elsewhere, and the sum was 0 in every step."""
+    case = program(13, knobs={**programs.SHARED["context"], "shard_degree": 2}, overrides=["own sum"])
+    assert problems([case], tmp_path) == {13: "refused"}
 
 
 @pytest.mark.slow
