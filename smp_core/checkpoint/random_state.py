@@ -24,29 +24,18 @@ from smp_core.checkpoint.reader import read_per_rank
 logger = logging.getLogger("smp")
 
 
-# Seeds of steps come from here: what a user draws from torch's own generator, such as the order of the next epoch, is
-# what it is in one process.
-_STEPS = torch.Generator()
-
-
-def seed_of_step() -> int:
-    """Draw a seed; which ones come follows from ``torch.manual_seed``, as if torch's own generator gave them."""
-    if _STEPS.initial_seed() != torch.initial_seed():
-        _STEPS.manual_seed(torch.initial_seed())
-    return int(torch.randint(2**62, (1,), generator=_STEPS))
-
-
 def random_state() -> dict[str, Any]:
     """Return the states of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device.
 
     The values are plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
+
+    In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
     """
     kind, keys, position, has_gauss, gauss = numpy.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (str(kind), torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
-        "steps": _STEPS.get_state(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -66,8 +55,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
     except KeyError as error:
         raise CheckpointError(f"the saved random state has no {error}") from None
-    if "steps" in state:  # not in checkpoints of earlier versions
-        _STEPS.set_state(state["steps"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

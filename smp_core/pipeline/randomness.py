@@ -4,7 +4,7 @@ What the user's code and the model draw before the blocks (noise, masks, shifts 
 stages, and what the blocks draw (dropout) another on each, although stages draw unlike numbers of times. So a step
 begins with a seed of the first stage; each micro-batch's code begins with a seed made of it, and so does what follows
 a module that other stages have a stand-in for, which draws nothing; the first block of each chunk begins with a seed
-that is the chunk's own. Behind the step torch's generators are what they were before.
+that is the chunk's own. Behind the step generators are what they were before, one draw further.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-
-from smp_core.checkpoint import seed_of_step
 
 _SEEDS = 2**62
 
@@ -27,7 +25,7 @@ class StepSeeds:
 
     def draw(self) -> int:
         """Draw a seed; the first stage's is the step's."""
-        return seed_of_step()
+        return int(torch.randint(_SEEDS, (1,)))
 
     @contextlib.contextmanager
     def during_step(self, seed: int) -> Iterator[None]:
