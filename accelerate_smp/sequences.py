@@ -112,7 +112,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
         def iterate(loader: Any) -> Iterator[Any]:
             epoch = getattr(loader, "iteration", None)
-            yield from through(loader)
+            batches = loader.batch_sampler
+            # Where all are skipped, loaders of rank 0's batches would deal out none.
+            if rest_of is None or not hasattr(batches, "skip_batches") or batches.skip_batches < batches.total_length:
+                yield from through(loader)
             if rest_of is not None and epoch is not None:
                 rest_of.iteration = epoch + 1  # also where nothing was left, which Accelerate does not count
 

@@ -204,7 +204,7 @@ class Player:
         n = len(models)
         self.optimizers, self.models = list(prepared[:n]), list(prepared[n : 2 * n])
         self.loader, self.evaluation, *self.schedules = prepared[2 * n :]
-        if alone and not loop["how"].get("join"):
+        if alone and not {"join", "dispatch_batches"} & loop["how"].keys():
             filled(self.loader)
         self.counter = Counter()
         if "registered" in loop["extras"]:

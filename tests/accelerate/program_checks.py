@@ -216,6 +216,8 @@ def _rest(theirs: dict[str, Any], ours: Found) -> dict[str, Any]:
         if name == "saved in":
             continue
         is_series = isinstance(value, list) and name not in ("weights", "states", "files")
+        if is_series and name not in ours:
+            continue  # nothing was left to train
         rest[name] = value[len(value) - len(ours.get(name, [])) :] if is_series else value
     return rest
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
@@ -125,6 +127,17 @@ def make_model(kind: str, seed: int) -> nn.Module:
     return model
 
 
+def with_lora(model: Any) -> nn.Module:
+    """Adapters in float64, of which both matrices matter."""
+    targets = ["c_attn"] if hasattr(model, "transformer") else ["q_proj", "v_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0)).double()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    return adapted
+
+
 # Data
 
 
@@ -160,6 +173,12 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         yield from self.rows
         yield from self.rows[: self.extra]
+
+
+def as_arrow(rows: list[dict[str, torch.Tensor]]) -> Any:
+    """A data set of Hugging Face's, with a column that no model takes."""
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    return datasets.Dataset.from_dict({**columns, "source": ["a"] * len(rows)}).with_format("torch")
 
 
 def padding(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -19,9 +19,16 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
-from accelerate_smp.trainer import SmpTrainer
+from accelerate_smp.trainer import SmpTrainer, SmpTrainerMixin
 from tests.accelerate.program_parts import (
     CALLBACKS,
     DECODERS,
@@ -33,6 +40,7 @@ from tests.accelerate.program_parts import (
     Metrics,
     Recorder,
     Stream,
+    as_arrow,
     filled,
     largest,
     make_model,
@@ -40,6 +48,7 @@ from tests.accelerate.program_parts import (
     padding,
     per_item,
     some,
+    with_lora,
 )
 from tests.accelerate.trainers import whole_weights
 from tests.core.tensor_parallel.model_cases import Wide, wide_when_computed_again
@@ -123,6 +132,7 @@ def draw(seed: int) -> Program:
     _draw_evaluation(rng, program)
     _draw_methods(rng, program)
     _draw_script(rng, program)
+    _draw_more(rng, program)
     if program["arguments"]["optim"] in ("adafactor", "adagrad", "rmsprop") and program["model"] in ("gpt2", "bert"):
         # The bias of keys has no gradient but what rounding leaves, 1e-18, which these divide by itself.
         program["arguments"]["optim"] = "sgd"
@@ -131,6 +141,8 @@ def draw(seed: int) -> Program:
         program["overrides"] = [each for each in program["overrides"] if each not in ("two losses", "own sum")]
     if samples_ranks(program) == 1:
         _of_one_reader(program)
+    if "pipeline_parallel_degree" in program["knobs"] and "use_seedable_sampler" in program["accelerator_config"]:
+        program["accelerator_config"] = {}  # each step takes a draw of the generator that torch's sampler draws from
     if samples_ranks(program) < program["world"] and program["data"] == "stream":
         if program["samples"] % program["batch"]:
             program["resume"] = None  # other layouts fill the last batch otherwise
@@ -352,14 +364,36 @@ def _draw_script(rng: random.Random, program: Program) -> None:
         arguments["save_strategy"] = "no"
 
 
+def _draw_more(rng: random.Random, program: Program) -> None:
+    arguments, extras = program["arguments"], program["extras"]
+    if program["model"] in FAMILIES and program["data"] == "map" and rng.random() < 0.2:
+        program["data"] = "arrow"
+    if program["model"] == "t5" and rng.random() < 0.4:
+        extras.append("seq2seq")
+    if program["model"] in DECODERS and "frozen" not in extras and rng.random() < 0.25:
+        extras.append("lora")
+        program["callbacks"] = [name for name in program["callbacks"] if name != "halves"]
+    if rng.random() < 0.15:
+        arguments |= {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
+    if rng.random() < 0.15 and program["resume"] is None and not arguments.get("load_best_model_at_end"):
+        arguments["save_only_model"] = True
+    if rng.random() < 0.15:
+        program["script"] = [*program["script"], "evaluate two"]
+    if rng.random() < 0.15 and not {"given optimizer", "lora"} & set(extras):
+        extras.append("model init")
+    if program["resume"] and rng.random() < 0.3:
+        program["resume"]["which"] = "newest"
+
+
 def _measure(program: Program) -> str:
     """Whose numbers are expected, and why."""
     arguments = program["arguments"]
     if arguments.get("average_tokens_across_devices") is False:
         return "DDP: each rank divides by its own targets, as was asked for"
-    if "plain loss" in program["overrides"] and program["model"] in DECODERS and samples_ranks(program) > 1:
+    by_rank = samples_ranks(program) > 1 and "context_parallel_degree" not in program["knobs"]
+    if "plain loss" in program["overrides"] and program["model"] in DECODERS and by_rank:
         return "DDP: the mean of each rank's own targets"
-    evaluates = arguments.get("eval_strategy") or {"evaluate", "predict"} & set(program["script"])
+    evaluates = arguments.get("eval_strategy") or {"evaluate", "predict", "evaluate two"} & set(program["script"])
     if evaluates and any(samples % program["batch"] for samples in program["eval_samples"]):
         return "DDP: of an incomplete last batch Trainer repeats samples before it takes the mean of a rank's loss"
     if program["data"] == "batch_rebalance" and program["samples"] % program["batch"]:
@@ -427,6 +461,12 @@ def trainer_class(program: Program, how: str, readers: int) -> type:
         "stock": (_OnRanks, Trainer),
         "alone": (_Alone, Trainer),
     }
+    if "seq2seq" in program["extras"]:
+        bases = {
+            "smp": (SmpTrainerMixin, Seq2SeqTrainer),
+            "stock": (_OnRanks, Seq2SeqTrainer),
+            "alone": (_Alone, Seq2SeqTrainer),
+        }
     kind = type("Program", bases[how], {"fills": how == "alone" and readers > 1})
     for name in program["overrides"]:
         kind = OVERRIDES[name](kind)
@@ -441,7 +481,11 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     arguments = dict(program["arguments"])
     if program["data"] in ("group_by_length", "sequential", "batch_rebalance"):
         arguments["train_sampling_strategy"] = program["data"]
-    args = TrainingArguments(
+    make_arguments = TrainingArguments
+    if "seq2seq" in program["extras"]:
+        make_arguments = Seq2SeqTrainingArguments
+        arguments |= {"predict_with_generate": True, "generation_max_length": 6}
+    args = make_arguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
@@ -450,7 +494,7 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        remove_unused_columns=False,
+        remove_unused_columns=program["data"] == "arrow",
         eval_use_gather_object="inputs by object" in program["extras"],
         **arguments,
     )
@@ -462,6 +506,9 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     for name, samples in zip("ab", program["eval_samples"], strict=False):
         evaluated = make_rows(program["model"], samples, program["lengths"], program["seed"] + 100 + samples)
         evals[name] = Stream(evaluated) if program["eval_data"] == "stream" else evaluated
+    data: Any = Stream(rows, extra) if program["data"] == "stream" else rows
+    if program["data"] == "arrow":
+        data = as_arrow(rows)
     recorder = Recorder()
     tokens = torch.arange(3, 9).remainder(WORDS).view(2, 3)
     callbacks: list[Any] = [recorder]
@@ -469,12 +516,18 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
     seed = program["seed"] + (dist.get_rank() if how == "smp" else 0)  # the first rank's weights are everyone's
     options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
-    model = make_model(program["model"], seed)
-    if program["model"] in FAMILIES:
-        wide_when_computed_again(model)
-    if "frozen" in program["extras"]:
-        next(parameter for parameter in model.parameters() if parameter.ndim > 1).requires_grad_(False)
+
+    def make() -> nn.Module:
+        made = make_model(program["model"], seed)
+        if program["model"] in FAMILIES:
+            wide_when_computed_again(made)
+        if "frozen" in program["extras"]:
+            next(parameter for parameter in made.parameters() if parameter.ndim > 1).requires_grad_(False)
+        return with_lora(made) if "lora" in program["extras"] else made
+
+    model = None if "model init" in program["extras"] else make()
     if "given optimizer" in program["extras"]:
+        assert model is not None
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
         options["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     if "loss function" in program["extras"]:
@@ -482,8 +535,9 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     kind = trainer_class(program, how, readers)
     trainer = kind(
         model=model,
+        model_init=None if model is not None else make,
         args=args,
-        train_dataset=Stream(rows, extra) if program["data"] == "stream" else rows,
+        train_dataset=data,
         eval_dataset=evals["a"] if len(evals) == 1 else evals,
         data_collator=padding,
         callbacks=callbacks,
@@ -531,6 +585,9 @@ def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
     """Make one call of the script; what it returns."""
     if call == "evaluate":
         return _timeless(trainer.evaluate())
+    if call == "evaluate two":
+        more = {name: make_rows(program["model"], 8, program["lengths"], seed) for name, seed in (("c", 5), ("d", 6))}
+        return _timeless(trainer.evaluate(more, metric_key_prefix="own"))
     if call == "predict":
         samples = program["eval_samples"][0]
         rows = make_rows(program["model"], samples, program["lengths"], program["seed"] + 55)
@@ -541,8 +598,10 @@ def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
     if call == "save":
         trainer.save_model(str(folder / "final"))
         return None
-    checkpoint = None
-    if call == "resume":
+    checkpoint: Any = None
+    if call == "resume" and program["resume"]["which"] == "newest":
+        checkpoint = True
+    elif call == "resume":
         saved = _checkpoints(folder)
         checkpoint = str(saved[{"first": 0, "middle": len(saved) // 2, "last": -1}[program["resume"]["which"]]])
     output = trainer.train(resume_from_checkpoint=checkpoint)
@@ -589,7 +648,9 @@ def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
     for path in [*_checkpoints(folder), folder / "final"]:
         if not path.is_dir():
             continue
-        if program["model"] in FAMILIES:
+        if "lora" in program["extras"]:
+            found[path.name] = {"weights": load_file(path / "adapter_model.safetensors")}
+        elif program["model"] in FAMILIES:
             kind = type(make_model(program["model"], 0))
             loaded: nn.Module = kind.from_pretrained(path, dtype=torch.float64)
             found[path.name] = {"weights": dict(loaded.state_dict())}
