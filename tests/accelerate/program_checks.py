@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tests.accelerate import loops
-from tests.accelerate.programs import Program, play_all, samples_ranks
+from tests.accelerate.program_runs import play_all
+from tests.accelerate.programs import Program, samples_ranks
 from tests.harness import run_ranks
 
 # float64, a few steps of an optimizer that divides by small numbers.
