@@ -141,7 +141,9 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     callbacks: list[Any] = [recorder]
     for name in program["callbacks"]:
         callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
-    seed = program["seed"] + (dist.get_rank() if how == "smp" else 0)  # the first rank's weights are everyone's
+    # The first rank's weights are everyone's. What Trainer calls again seeds the order of samples too.
+    is_apart = how == "smp" and "model init" not in program["extras"]
+    seed = program["seed"] + (dist.get_rank() if is_apart else 0)
     options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
 
     def make() -> nn.Module:
