@@ -334,6 +334,8 @@ def _draw_more(rng: random.Random, program: Program) -> None:
         extras.append("model init")
     if program["resume"] and rng.random() < 0.3:
         program["resume"]["which"] = "newest"
+    if program["resume"] and arguments.get("save_total_limit") == 1:
+        program["resume"]["stock"] = False  # Trainer removes all but the best, which is named where it was copied from
 
 
 def _measure(program: Program) -> str:
