@@ -112,7 +112,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
         def iterate(loader: Any) -> Iterator[Any]:
             epoch = getattr(loader, "iteration", None)
-            yield from through(loader)
+            batches = loader.batch_sampler
+            # Where all are skipped, loaders of rank 0's batches would deal out none.
+            if rest_of is None or not hasattr(batches, "skip_batches") or batches.skip_batches < batches.total_length:
+                yield from through(loader)
             if rest_of is not None and epoch is not None:
                 rest_of.iteration = epoch + 1  # also where nothing was left, which Accelerate does not count
 
@@ -135,7 +138,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             accelerator._present, accelerator._number = around
 
         # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
-        ours = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        methods = {"__iter__": iterate, "set_epoch": _tell_epoch, "__module__": kind.__module__}
+        ours = type(kind.__name__, (kind,), methods)
         vars(object)["__class__"].__set__(prepared, ours)
         return prepared
 
@@ -354,3 +358,20 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         tensor = tensor.detach().clone()
         dist.all_reduce(tensor, group=self.parallel.mesh.group(Axis.CONTEXT))
         return tensor / self.context_degree
+
+
+def _tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to all samplers of a prepared loader, each inside of the one before, and to its dataset.
+
+    Accelerate does so in one process; on several ranks it leaves out the user's batch sampler, or dataset, behind what
+    deals batches out to ranks, and on all behind what skips some.
+    """
+    loader.iteration = epoch
+    inside = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    told = [loader.dataset]
+    while inside is not None:
+        told.append(inside)
+        inside = getattr(inside, "batch_sampler", getattr(inside, "sampler", None))
+    for each in told:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)

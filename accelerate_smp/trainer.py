@@ -257,7 +257,11 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
         handle.broadcast_buffers()
-        with handle.meter.outside_steps(), self._evaluation_that_may_end(*args, **kwargs):
+        with (
+            handle.meter.outside_steps(),
+            self._evaluation_that_may_end(*args, **kwargs),
+            self._counting_samples_of_a_rank(),
+        ):
             result = super().evaluation_loop(*args, **kwargs)
         handle.require_same_collectives()
         return result
@@ -273,6 +277,18 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             yield
         finally:
             self.leaves.end_evaluation()
+
+    @contextlib.contextmanager
+    def _counting_samples_of_a_rank(self) -> Iterator[None]:
+        """Let Trainer repeat the loss of a batch once for each sample that this rank has of it: with ``split_batches``
+        it takes a rank's part for the whole batch, and the last batch of a stream has the loss of rank 0."""
+        before = self.args.per_device_eval_batch_size
+        if self.accelerator.split_batches:
+            self.args.per_device_eval_batch_size = before // self.accelerator.data_size
+        try:
+            yield
+        finally:
+            self.args.per_device_eval_batch_size = before
 
     # Saving
 

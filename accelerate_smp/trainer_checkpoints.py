@@ -303,9 +303,6 @@ class CheckpointingTrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        for loader in self.accelerator._dataloaders:
-            # Trainer tells the epoch to the loader of what is left of it, from where no sampler of a rank hears of it.
-            loader.set_epoch(self.state.global_step // self._steps_per_epoch)
         if self._has_state(checkpoint):
             where = self._state_of(checkpoint)
             checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later

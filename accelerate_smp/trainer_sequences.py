@@ -92,6 +92,13 @@ class SharedSequencesTrainerMixin(_Base):
         self._split = context.split(inputs, self.accelerator.batch_layout, count=count)
         return functools.partial(enabled, self._split), self._split.batch
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a batch as Trainer does, once: copies of a split batch's labels would not be known as its own."""
+        if self._split is not None and inputs is self._split.batch:
+            return dict(inputs)
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return prepared
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count targets as Trainer does: of all micro-batches, over all ranks, or for this one its part of those that
         it shares.

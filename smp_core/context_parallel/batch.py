@@ -14,6 +14,7 @@ Shape letters: B rows, S tokens of a row, L tokens of a rank, R ranks.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,7 @@ class ContextParallel:
         Args:
             batch: tensors on this rank's device: a mapping or a tuple. It is not changed.
             shifts: whether the model's loss shifts labels, where the layout does not say.
-            count: whether to count targets over all ranks.
+            count: whether to count targets over all ranks now, and not when a model asks.
             weight: of an evaluation's batch, 0 where it is another rank's, which counts nothing; None in training.
 
         Raises:
@@ -132,10 +133,13 @@ class ContextParallel:
                 f"a batch of type {type(batch).__name__} cannot be split along the sequence: which target belongs to a "
                 "token is not said; give a mapping with input_ids and labels, or a tuple (input, target)"
             )
+        split.sequences = {key: split.batch[key] for key in split.dims}
         if self.learned is not None:
             self.learned.require(split.length, split.last_position)
-        if split.shift_labels is not None and count:
-            self._count_targets(split, weight)
+        if split.shift_labels is not None:
+            split.count_targets = functools.partial(self._count_targets, split, weight)
+        if split.count_targets is not None and count:
+            split.count_targets()
         split.trial = self.trial
         return split
 

@@ -61,12 +61,14 @@ class SplitBatch:
             the mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over its targets to its part of the
             mean over all targets.
+        count_targets: sets the two above, where nobody has counted; collective over all ranks that train on the batch.
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
         last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
         first_positions: the positions at which documents begin, for :meth:`SequencePlan.in_chunks`.
         group: the context group. A plan has its number alone, and the group is registered only while it is referenced.
         dims: key (or place) in ``batch`` -> dim that is the sequence.
+        sequences: the tensors in ``batch`` with tokens, whatever the code that trains takes out of it.
         trial: tries the model's first calls under a batch.
     """
 
@@ -80,17 +82,27 @@ class SplitBatch:
     shift_labels: Tensor | None = None
     tokens_per_rank: Tensor | None = None
     weight: Tensor | None = None
+    count_targets: Callable[[], None] | None = None
     divided_by_model: bool = False
     weighted: bool = False
     last_position: Tensor | None = None
     first_positions: tuple[tuple[int, ...], ...] = ()
     group: ContextGroup | None = None
     dims: Mapping[Key, int] = field(default_factory=dict)
+    sequences: dict[Key, Tensor] = field(default_factory=dict)
     trial: TriesCalls | None = None
     _chunked: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.encoded = self.plan.encode()
+
+    def at(self, key: Key) -> Tensor:
+        """Return the tensor in ``batch``; one that was taken out of it (``labels = batch.pop("labels")``), too."""
+        try:
+            found: Tensor = self.batch[key]
+        except LookupError:
+            found = self.sequences[key]
+        return found
 
     def encoded_in_chunks(self, size: int) -> Tensor:
         """Return the plan of attention within chunks of ``size`` positions, as the tensor that the kernels take."""

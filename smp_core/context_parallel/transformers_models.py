@@ -321,10 +321,13 @@ def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if kwargs.get("shift_labels") is None and kwargs["labels"] is split.labels:
             kwargs["shift_labels"] = split.shift_labels
         if kwargs.get("num_items_in_batch") is None:
-            if kwargs.get("shift_labels") is not split.shift_labels or split.tokens_per_rank is None:
+            if kwargs.get("shift_labels") is not split.shift_labels:
                 raise ValueError(
                     "labels that are not the split batch's own: their shifted targets are on other ranks, and how many "
                     "there are is not known; pass **batch, or labels and shift_labels as they are in it"
                 )
+            if split.tokens_per_rank is None and split.count_targets is not None:
+                split.count_targets()
+            assert split.tokens_per_rank is not None
             kwargs["num_items_in_batch"] = split.tokens_per_rank.float()
     return args, kwargs

@@ -21,6 +21,12 @@ from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.trial_run import tensors_of
 
+_NO_TARGETS = (
+    "nothing, as a sum over labels does: labels of a batch that ranks share are all -100. Write "
+    "labels=batch['shift_labels'], which are the targets of this rank's tokens, without a shift; under Trainer, "
+    "compute_loss_func"
+)
+
 
 def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None], None]) -> None:
     """Look at the gradients of a call's outputs once.
@@ -29,19 +35,22 @@ def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None],
         refuse: called on every context rank, with words where something is wrong.
     """
     expected = _expected(split)
+    shifted = split.labels is not None
     for name, tensor in tensors_of(output):
         if tensor.requires_grad and tensor.dim() > 2 and tensor.shape[1] == split.plan.local_length:
-            tensor.register_hook(_look_once(name, expected, refuse))
+            tensor.register_hook(_look_once(name, expected, shifted, refuse))
 
 
-def _look_once(name: str, expected: Tensor, refuse: Callable[[str | None], None]) -> Callable[[Tensor], None]:
+def _look_once(
+    name: str, expected: Tensor, shifted: bool, refuse: Callable[[str | None], None]
+) -> Callable[[Tensor], None]:
     is_over = False
 
     def look(gradient: Tensor) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
-            found = _wrong(gradient.detach(), expected.to(gradient.device))
+            found = _wrong(gradient.detach(), expected.to(gradient.device), shifted)
             refuse(None if found is None else f"the loss takes of {name} {found}")
 
     return look
@@ -54,10 +63,12 @@ def _expected(split: SplitBatch) -> Tensor:
     return split.plan.positions(split.rank) < split.length
 
 
-def _wrong(gradient: Tensor, expected: Tensor) -> str | None:
+def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
     taken = (gradient.flatten(2) != 0).any(2).any(0)
-    if int(expected.sum()) < 3 or not bool(taken.any()):
+    if int(expected.sum()) < 3:
         return None
+    if not bool(taken.any()):
+        return _NO_TARGETS if shifted else None
     for place, word in ((0, "first"), (-1, "last")):
         others = torch.ones_like(taken)
         others[place] = False

@@ -48,8 +48,8 @@ class Sample:
         in_batch = iterate_tensors([split.batch], mapping=MutableMapping)
         self._of_batch: dict[int, int | None] = {id(tensor): None for _, tensor in in_batch}
         for key, dim in split.dims.items():
-            tensor = split.batch[key]
-            self._of_batch[id(tensor)] = dim % tensor.dim()
+            for tensor in (split.sequences[key], split.at(key)):
+                self._of_batch[id(tensor)] = dim % tensor.dim()
         for made in (split.position_ids, split.labels, split.shift_labels):
             self._of_batch[id(made)] = 1
         self._gathered: dict[int, list[Tensor]] = {}
@@ -105,8 +105,13 @@ class Sample:
         return next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == length), None)
 
     def _rows(self) -> set[int]:
-        batch, dims = self._split.batch, self._split.dims
-        return {size for key, dim in dims.items() for place, size in enumerate(batch[key].shape[:2]) if place != dim}
+        split = self._split
+        return {
+            size
+            for key, dim in split.dims.items()
+            for place, size in enumerate(split.at(key).shape[:2])
+            if place != dim
+        }
 
     def _own(self, tensor: Tensor, dim: int) -> Tensor:
         return tensor.detach().narrow(dim, 0, self.tokens).clone(memory_format=torch.contiguous_format)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +55,11 @@ _NO_MEMORY = (
     "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm("
     "module, 2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
 )
+_NO_LOGITS = (
+    "a model whose loss is computed from parts of its logits (tensor_parallel_degree, chunked_cross_entropy) returns "
+    "None for them beside that loss. Called without labels it returns whole logits; compute the loss from these: "
+    "labels = inputs.pop('labels'); logits = model(**inputs).logits."
+)
 # The first that is found in an error's text.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
@@ -71,10 +78,23 @@ def explain(error: BaseException) -> None:
     """Add the note that belongs to an error, if there is one and it has not got it."""
     text = str(error)
     note = next((note for sign, note in _NOTES.items() if re.search(sign, text)), None)
+    if "'NoneType' object" in text and _has_loss_without_logits(error.__traceback__):
+        note = _NO_LOGITS
     said = f"torch-smp: {note}"
     add_note = getattr(error, "add_note", None)  # Python >= 3.11
     if note is not None and add_note is not None and said not in getattr(error, "__notes__", []):
         add_note(said)
+
+
+def _has_loss_without_logits(trace: TracebackType | None) -> bool:
+    """Return whether code on the way to an error holds a model's outputs that have a loss, and None for logits."""
+    for frame, _ in traceback.walk_tb(trace):
+        for value in frame.f_locals.values():
+            if not isinstance(value, Mapping) or value.get("loss") is None:
+                continue
+            if value.get("logits", getattr(value, "logits", 0)) is None:
+                return True
+    return False
 
 
 def explain_uncaught_errors() -> None:

@@ -24,7 +24,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
-from tests.accelerate.program_parts import MORE_KNOBS, EveryOther, Stream, filled, make_model, make_rows, whole
+from tests.accelerate.program_parts import (
+    MORE_KNOBS,
+    Aging,
+    EveryOther,
+    OwnBatches,
+    Stream,
+    filled,
+    make_model,
+    make_rows,
+    whole,
+)
 
 Loop = dict[str, Any]
 
@@ -61,8 +71,14 @@ def draw(seed: int) -> Loop:
     loop["batch"], loop["micro_batches"] = rng.choice([4, 8]), rng.choice([1, 1, 2, 3])
     loop["samples"] = rng.choice([loop["batch"] * rng.randint(2, 5), rng.randint(loop["batch"], 5 * loop["batch"])])
     loop["epochs"] = rng.choice([1, 2, 2, 3])
-    loop["data"] = rng.choice(["seedable", "seedable", "generator", "order", "own sampler", "stream"])
+    loop["data"] = rng.choice(
+        ["seedable", "seedable", "generator", "order", "own sampler", "own batches", "aging", "stream"]
+    )
     loop["how"] = rng.choice([{}, {}, {}, {"split_batches": True}, {"dispatch_batches": True}, {"join": True}])
+    if loop["data"] == "own batches":
+        loop["samples"] -= loop["samples"] % loop["batch"]
+    if loop["data"] in ("own batches", "aging"):
+        loop["how"] = {}
     if loop["data"] == "stream" or loop["how"] == {"dispatch_batches": True}:
         # Rank 0 fills a last batch until ranks divide it, which is another number of samples.
         loop["samples"] -= loop["samples"] % 4
@@ -114,7 +130,7 @@ def _reset() -> None:
 
 def _accelerator(loop: Loop, alone: bool, knobs: dict[str, Any]) -> Any:
     how = {name: value for name, value in loop["how"].items() if name != "join"}
-    loading = DataLoaderConfiguration(use_seedable_sampler=loop["data"] == "seedable", data_seed=5, **how)
+    loading = DataLoaderConfiguration(use_seedable_sampler=loop["data"] in ("seedable", "aging"), data_seed=5, **how)
     options: dict[str, Any] = {"dataloader_config": loading, "cpu": True}
     options["gradient_accumulation_steps"] = loop["micro_batches"]
     if alone:
@@ -130,6 +146,10 @@ def _loader(loop: Loop, readers: int, alone: bool) -> DataLoader:
     options: dict[str, Any] = {"batch_size": batch, "drop_last": loop["drop_last"]}
     if loop["data"] == "stream":
         return DataLoader(Stream(rows), **options)
+    if loop["data"] == "own batches":
+        return DataLoader(rows, batch_sampler=OwnBatches(len(rows), batch, loop["drop_last"]))
+    if loop["data"] == "aging":
+        return DataLoader(Aging(rows), shuffle=True, **options)
     if loop["data"] == "seedable":
         options["shuffle"] = True
     elif loop["data"] == "generator":
@@ -184,7 +204,7 @@ class Player:
         n = len(models)
         self.optimizers, self.models = list(prepared[:n]), list(prepared[n : 2 * n])
         self.loader, self.evaluation, *self.schedules = prepared[2 * n :]
-        if alone and not loop["how"].get("join"):
+        if alone and not {"join", "dispatch_batches"} & loop["how"].keys():
             filled(self.loader)
         self.counter = Counter()
         if "registered" in loop["extras"]:

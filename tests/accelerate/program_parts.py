@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
@@ -125,6 +127,17 @@ def make_model(kind: str, seed: int) -> nn.Module:
     return model
 
 
+def with_lora(model: Any) -> nn.Module:
+    """Adapters in float64, of which both matrices matter."""
+    targets = ["c_attn"] if hasattr(model, "transformer") else ["q_proj", "v_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0)).double()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    return adapted
+
+
 # Data
 
 
@@ -162,6 +175,12 @@ class Stream(IterableDataset):
         yield from self.rows[: self.extra]
 
 
+def as_arrow(rows: list[dict[str, torch.Tensor]]) -> Any:
+    """A data set of Hugging Face's, with a column that no model takes."""
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    return datasets.Dataset.from_dict({**columns, "source": ["a"] * len(rows)}).with_format("torch")
+
+
 def padding(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A collator that pads to the longest row of its batch."""
     batch = {}
@@ -193,6 +212,35 @@ class EveryOther(Sampler[int]):
         yield from places[start:] + places[:start]
 
 
+class OwnBatches(EveryOther):
+    """Batches of a user's own sampler, whose order turns with the epoch."""
+
+    def __init__(self, samples: int, batch_size: int, drop_last: bool) -> None:
+        super().__init__(samples)
+        self.batch_size, self.drop_last = batch_size, drop_last
+
+    def __len__(self) -> int:
+        return self.samples // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+        places = list(super().__iter__())
+        for start in range(0, self.samples - self.batch_size + 1, self.batch_size):
+            yield places[start : start + self.batch_size]
+
+
+class Aging(list):  # type: ignore[type-arg]
+    """Rows that change with the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, place: Any) -> Any:
+        row = super().__getitem__(place)
+        return {**row, "x": row["x"] * (1 + self.epoch)}
+
+
 class Filled(BatchSampler):
     """Batches of one process of which the last is filled from the first, as Accelerate fills those of several."""
 
@@ -222,7 +270,7 @@ class Metrics:
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
         logits, labels = (_arrays(part) for part in (prediction.predictions, prediction.label_ids))
-        kept = [np.where(part == -100, 0, part) for part in logits]
+        kept = [_without_padding(*pair) for pair in zip(logits, labels, strict=True)]
         found = {
             "rows": sum(len(part) for part in labels),
             "logits": sum(float(part.sum()) for part in kept),
@@ -238,6 +286,14 @@ class Metrics:
             return {}
         seen, self.seen = self.seen, []
         return {name: sum(each[name] for each in seen) for name in found} | {"batches": len(seen)}
+
+
+def _without_padding(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Zero logits of tokens without a label, and what Trainer fills up with."""
+    if logits.shape[: labels.ndim] == labels.shape:
+        of_label = (labels == -100).reshape(labels.shape + (1,) * (logits.ndim - labels.ndim))
+        logits = np.where(of_label, 0, logits)
+    return np.where(logits == -100, 0, logits)
 
 
 def _arrays(values: Any) -> list[np.ndarray]:
@@ -391,6 +447,18 @@ def two_losses(base: type) -> type:
     return TwoLosses
 
 
+def plain_loss(base: type) -> type:
+    class PlainLoss(base):
+        """The model's own loss, without the number of items."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = _loss_of(outputs)
+            return (loss, outputs) if return_outputs else loss
+
+    return PlainLoss
+
+
 def own_sum(base: type) -> type:
     class OwnSum(base):
         """A loss of the user's own, over all items of the step on all ranks."""
@@ -488,6 +556,7 @@ def per_item(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
 
 OVERRIDES = {
     "two losses": two_losses,
+    "plain loss": plain_loss,
     "own sum": own_sum,
     "groups": groups,
     "steps": steps,

@@ -1,48 +1,14 @@
-"""Random programs of transformers' Trainer: drawn from a seed, and played by SmpTrainer on ranks, by the stock Trainer
-in one process that sees the same global batches, or by the stock Trainer on ranks (DDP).
+"""Random programs of transformers' Trainer, drawn from a seed.
 
 A program is a plain dict, which prints and pickles; a fixed one is ``{**USUAL, ...}``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import random
-import traceback
-import warnings
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
-from safetensors.torch import load_file
-from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
-
-from accelerate_smp.trainer import SmpTrainer
-from tests.accelerate.program_parts import (
-    CALLBACKS,
-    DECODERS,
-    FAMILIES,
-    MORE_KNOBS,
-    OVERRIDES,
-    OWN,
-    WORDS,
-    Metrics,
-    Recorder,
-    Stream,
-    filled,
-    largest,
-    make_model,
-    make_rows,
-    padding,
-    per_item,
-    some,
-)
-from tests.accelerate.trainers import whole_weights
-from tests.core.tensor_parallel.model_cases import Wide, wide_when_computed_again
+from tests.accelerate.program_parts import CALLBACKS, DECODERS, FAMILIES, MORE_KNOBS, OVERRIDES, OWN, some
 
 Program = dict[str, Any]
 
@@ -114,6 +80,8 @@ def draw(seed: int) -> Program:
     if program["model"] not in OWN and rng.random() < 0.4:
         program["lengths"] = "ragged"
     program["data"] = rng.choice(["map", "map", "map", "stream", "own loader", "group_by_length", "sequential"])
+    if program["data"] == "stream":
+        program["samples"] = max(program["samples"], whole)  # of a shorter one Trainer never makes a step
     if shared is not None and program["data"] == "group_by_length":
         program["data"] = "map"
     if program["model"] in DECODERS and rng.random() < 0.1:
@@ -123,37 +91,48 @@ def draw(seed: int) -> Program:
     _draw_evaluation(rng, program)
     _draw_methods(rng, program)
     _draw_script(rng, program)
-    if program["arguments"]["optim"] == "adafactor" and program["model"] in ("gpt2", "bert"):
-        # The bias of keys has no gradient but what rounding leaves, 1e-18, which Adafactor divides by itself.
-        program["arguments"]["optim"] = "adagrad"
-    if "tensor_parallel_degree" in program["knobs"] and program["model"] == "llama":
-        # What is computed again is cast to float32, of which ranks add up parts.
-        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-            program["arguments"].pop(name, None)
+    _draw_more(rng, program)
+    if program["arguments"]["optim"] in ("adafactor", "adagrad", "rmsprop") and program["model"] in ("gpt2", "bert"):
+        # The bias of keys has no gradient but what rounding leaves, 1e-18, which these divide by itself.
+        program["arguments"]["optim"] = "sgd"
     if "tensor_parallel_degree" in program["knobs"]:
         # A split head that computes the loss leaves no logits.
         program["overrides"] = [each for each in program["overrides"] if each not in ("two losses", "own sum")]
     if samples_ranks(program) == 1:
         _of_one_reader(program)
-    if program["data"] == "group_by_length" and program["script"][0] != "train":
-        program["script"] = ["train", *program["script"][2:]]  # the order is drawn from what is left of a generator
+    if "pipeline_parallel_degree" in program["knobs"] and "use_seedable_sampler" in program["accelerator_config"]:
+        program["accelerator_config"] = {}  # each step takes a draw of the generator that torch's sampler draws from
+    if samples_ranks(program) < program["world"] and program["data"] == "stream":
+        if program["samples"] % program["batch"]:
+            program["resume"] = None  # other layouts fill the last batch otherwise
+    if program["script"][0] != "train" and (program["data"] == "group_by_length" or _measure(program) != "one process"):
+        # The order is drawn from what is left of a generator; and what stock Trainer has evaluated before training it
+        # does not wrap in DDP any more, so that each rank trains for itself.
+        program["script"] = program["script"][1:]
     if program["knobs"].get("optimizer_shard") == "world" and "plain norms" in program["callbacks"]:
         program["callbacks"].remove("plain norms")  # parameters have no gradients there, as is said
-    if program["arguments"].get("eval_strategy") or program["script"][0] != "train":
-        # Behind an incomplete batch of an evaluation stock Trainer trains otherwise on several ranks than in one
-        # process, with a gradient norm of 4.5 for 2.4; ours is that of one process.
-        program["eval_samples"] = [
-            -(-samples // program["batch"]) * program["batch"] for samples in program["eval_samples"]
-        ]
     by_rank_0 = program["accelerator_config"].get("dispatch_batches") or "stream" in (
         program["data"],
         program["eval_data"],
     )
-    if by_rank_0 and program["lengths"] == "ragged" and _measure(program) != "one process":
-        program["lengths"] = "fixed"  # DDP waits for a rank that cannot put batches of several lengths together
+    if samples_ranks(program) < program["world"]:
+        # Of batches that rank 0 deals out it is known how many samples the last one has; other ranks count it as full.
+        if any(samples % program["batch"] for samples in program["eval_samples"]):
+            program["eval_data"] = "map"
+    if program["accelerator_config"].get("split_batches"):
+        # Stock Trainer takes a rank's part for the whole batch; ours does not.
+        program["eval_samples"] = [
+            -(-samples // program["batch"]) * program["batch"] for samples in program["eval_samples"]
+        ]
+        if _measure(program) != "one process":
+            program["eval_data"] = "map"
+    readers = max(samples_ranks(program), _readers_of_resumption(program))
+    if by_rank_0 and program["lengths"] == "ragged" and readers > 1:
+        program["lengths"] = "fixed"  # rank 0 cannot put batches of several lengths together
+        if program["data"] == "batch_rebalance":
+            program["data"] = "map"
     if program["lengths"] == "ragged" and "context_parallel_degree" in program["knobs"]:
-        # Padding attends to other padding there, so that logits differ where no row is.
-        program["metrics"] = False
+        # Padding attends to other padding there, so that its logits, which are in no metrics, differ.
         program["script"] = [call for call in program["script"] if call != "predict"]
     if program["model"] == "bert" and _measure(program) != "one process":
         # Under DDP stock Trainer multiplies the mean of BERT's classifiers by the ranks; ours does not.
@@ -170,13 +149,15 @@ def draw(seed: int) -> Program:
     return program
 
 
+def _readers_of_resumption(program: Program) -> int:
+    resume = program["resume"]
+    return 1 if resume is None else samples_ranks(resume, resume["world"])
+
+
 def _of_one_reader(program: Program) -> None:
     """Leave out what Trainer does in another way on several ranks than in one process, which is all there is of DDP."""
     # Gathered objects are lists of rows, and one process's are tensors.
     program["extras"] = [each for each in program["extras"] if each != "inputs by object"]
-    # Of batches that rank 0 deals out it is known how many samples the last one has; one process counts it as full.
-    if any(samples % program["batch"] for samples in program["eval_samples"]):
-        program["eval_data"] = "map"
 
 
 def _draw_knobs(rng: random.Random, program: Program, shared: str | None) -> dict[str, Any]:
@@ -334,12 +315,38 @@ def _draw_script(rng: random.Random, program: Program) -> None:
         arguments["save_strategy"] = "no"
 
 
+def _draw_more(rng: random.Random, program: Program) -> None:
+    arguments, extras = program["arguments"], program["extras"]
+    if program["model"] in FAMILIES and program["data"] == "map" and rng.random() < 0.2:
+        program["data"] = "arrow"
+    if program["model"] == "t5" and rng.random() < 0.4:
+        extras.append("seq2seq")
+    if program["model"] in DECODERS and "frozen" not in extras and rng.random() < 0.25:
+        extras.append("lora")
+        program["callbacks"] = [name for name in program["callbacks"] if name != "halves"]
+    if rng.random() < 0.15:
+        arguments |= {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
+    if rng.random() < 0.15 and program["resume"] is None and not arguments.get("load_best_model_at_end"):
+        arguments["save_only_model"] = True
+    if rng.random() < 0.15:
+        program["script"] = [*program["script"], "evaluate two"]
+    if rng.random() < 0.15 and not {"given optimizer", "lora"} & set(extras):
+        extras.append("model init")
+    if program["resume"] and rng.random() < 0.3:
+        program["resume"]["which"] = "newest"
+    if program["resume"] and arguments.get("save_total_limit") == 1:
+        program["resume"]["stock"] = False  # Trainer removes all but the best, which is named where it was copied from
+
+
 def _measure(program: Program) -> str:
     """Whose numbers are expected, and why."""
     arguments = program["arguments"]
     if arguments.get("average_tokens_across_devices") is False:
         return "DDP: each rank divides by its own targets, as was asked for"
-    evaluates = arguments.get("eval_strategy") or {"evaluate", "predict"} & set(program["script"])
+    by_rank = samples_ranks(program) > 1 and "context_parallel_degree" not in program["knobs"]
+    if "plain loss" in program["overrides"] and program["model"] in DECODERS and by_rank:
+        return "DDP: the mean of each rank's own targets"
+    evaluates = arguments.get("eval_strategy") or {"evaluate", "predict", "evaluate two"} & set(program["script"])
     if evaluates and any(samples % program["batch"] for samples in program["eval_samples"]):
         return "DDP: of an incomplete last batch Trainer repeats samples before it takes the mean of a rank's loss"
     if program["data"] == "batch_rebalance" and program["samples"] % program["batch"]:
@@ -356,238 +363,8 @@ def _measure(program: Program) -> str:
         return "DDP: gathered objects are lists of rows, and one process's are tensors"
     if program["accelerator_config"].get("use_seedable_sampler") is False:
         return "DDP: torch's sampler draws from another generator"
-    if program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream":
+    by_rank_0 = program["accelerator_config"].get("dispatch_batches") or program["data"] == "stream"
+    if by_rank_0 and samples_ranks(program) == program["world"]:
         if program["samples"] % program["batch"] and not arguments.get("dataloader_drop_last"):
             return "DDP: rank 0 fills a last batch until ranks divide it"
     return "one process"
-
-
-# Playing
-
-
-def reset() -> None:
-    """Forget the states of Accelerate that are the process's."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    gc.collect()
-
-
-class _Alone:
-    """In front of the stock Trainer in one process: its last batch is filled as on several that read."""
-
-    fills: bool
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
-        is_training = kwargs.get("is_training", False)
-        return filled(loader) if self.fills and is_training else loader
-
-
-class _OnRanks:
-    """In front of the stock Trainer on ranks: the loss of a training, to which it adds this rank's losses of the steps
-    after the last logged one, is that of all."""
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "train_loss" in logs:
-            mean = torch.tensor(logs["train_loss"], dtype=torch.float64)
-            dist.all_reduce(mean)
-            logs["train_loss"] = mean.item() / dist.get_world_size()
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().train(*args, **kwargs)  # type: ignore[misc]
-        return output._replace(training_loss=output.metrics["train_loss"])
-
-
-def trainer_class(program: Program, how: str, readers: int) -> type:
-    """``how``: "smp", "stock" (on ranks) or "alone"; ``readers``: the ranks that read different samples."""
-    bases: dict[str, tuple[type, ...]] = {
-        "smp": (SmpTrainer,),
-        "stock": (_OnRanks, Trainer),
-        "alone": (_Alone, Trainer),
-    }
-    kind = type("Program", bases[how], {"fills": how == "alone" and readers > 1})
-    for name in program["overrides"]:
-        kind = OVERRIDES[name](kind)
-    return kind
-
-
-def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any], world: int) -> Trainer:
-    """``how``: as of :func:`trainer_class`; ``world``: ours, also for the stock Trainer."""
-    readers = samples_ranks({"knobs": knobs}, world)
-    is_whole = how == "alone" or program["accelerator_config"].get("split_batches", False)
-    batch = program["batch"] if is_whole else program["batch"] // readers
-    arguments = dict(program["arguments"])
-    if program["data"] in ("group_by_length", "sequential", "batch_rebalance"):
-        arguments["train_sampling_strategy"] = program["data"]
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        gradient_accumulation_steps=program["micro_batches"],
-        accelerator_config=program["accelerator_config"],
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-        eval_use_gather_object="inputs by object" in program["extras"],
-        **arguments,
-    )
-    rows = make_rows(program["model"], program["samples"], program["lengths"], program["seed"])
-    evals = {}
-    for name, samples in zip("ab", program["eval_samples"], strict=False):
-        evaluated = make_rows(program["model"], samples, program["lengths"], program["seed"] + 100 + samples)
-        evals[name] = Stream(evaluated) if program["eval_data"] == "stream" else evaluated
-    recorder = Recorder()
-    tokens = torch.arange(3, 9).remainder(WORDS).view(2, 3)
-    callbacks: list[Any] = [recorder]
-    for name in program["callbacks"]:
-        callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
-    seed = program["seed"] + (dist.get_rank() if how == "smp" else 0)  # the first rank's weights are everyone's
-    options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
-    model = make_model(program["model"], seed)
-    if program["model"] in FAMILIES:
-        wide_when_computed_again(model)
-    if "frozen" in program["extras"]:
-        next(parameter for parameter in model.parameters() if parameter.ndim > 1).requires_grad_(False)
-    if "given optimizer" in program["extras"]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
-        options["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    if "loss function" in program["extras"]:
-        options["compute_loss_func"] = per_item
-    kind = trainer_class(program, how, readers)
-    trainer = kind(
-        model=model,
-        args=args,
-        train_dataset=Stream(rows) if program["data"] == "stream" else rows,
-        eval_dataset=evals["a"] if len(evals) == 1 else evals,
-        data_collator=padding,
-        callbacks=callbacks,
-        compute_metrics=_metrics(program, args),
-        preprocess_logits_for_metrics=largest if program["largest"] else None,
-        **options,
-    )
-    trainer.recorder = recorder
-    return trainer
-
-
-def _metrics(program: Program, args: TrainingArguments) -> Any:
-    if not program["metrics"]:
-        return None
-    metrics = Metrics(args.batch_eval_metrics)
-    if args.batch_eval_metrics:
-        return metrics
-    return lambda prediction: metrics(prediction)
-
-
-def play(program: Program, folder: Path, how: str, resume: bool = False) -> dict[str, Any]:
-    """Run the script of the program, or its resumption from a checkpoint in ``folder``; what a user sees of it."""
-    knobs, world = program["knobs"], program["world"]
-    if resume:
-        knobs, world = program["resume"]["knobs"], program["resume"]["world"]
-        program = {**program, "script": ["resume"]}
-        program["arguments"] = {**program["arguments"], "ignore_data_skip": program["resume"]["ignore_data_skip"]}
-    reset()
-    trainer = make_trainer(program, folder, how, knobs, world)
-    found: dict[str, Any] = {"calls": []}
-    with Wide() if program["model"] in FAMILIES else contextlib.nullcontext():
-        for number, call in enumerate(program["script"]):
-            found["calls"].append(_call(trainer, program, call, folder))
-            found[f"state {number}"] = _state(trainer.state)
-    found["log"] = [_timeless(entry) for entry in trainer.state.log_history]
-    found["events"] = trainer.recorder.events
-    found["numbers"] = trainer.recorder.numbers
-    found["weights"] = {name: value.clone() for name, value in whole_weights(trainer.model).items()}
-    found["files"] = _files(trainer, program, folder)
-    found["arguments"] = {"accumulation": trainer.args.gradient_accumulation_steps}
-    return found
-
-
-def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
-    """Make one call of the script; what it returns."""
-    if call == "evaluate":
-        return _timeless(trainer.evaluate())
-    if call == "predict":
-        samples = program["eval_samples"][0]
-        rows = make_rows(program["model"], samples, program["lengths"], program["seed"] + 55)
-        if "unlabelled" in program["extras"]:
-            rows = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
-        predicted = trainer.predict(Stream(rows) if program["eval_data"] == "stream" else rows)
-        return [_tensors(predicted.predictions), _tensors(predicted.label_ids), _timeless(predicted.metrics)]
-    if call == "save":
-        trainer.save_model(str(folder / "final"))
-        return None
-    checkpoint = None
-    if call == "resume":
-        saved = _checkpoints(folder)
-        checkpoint = str(saved[{"first": 0, "middle": len(saved) // 2, "last": -1}[program["resume"]["which"]]])
-    output = trainer.train(resume_from_checkpoint=checkpoint)
-    return [output.global_step, {"train_loss": output.training_loss}, _timeless(output.metrics)]
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_tensors(each) for each in value]
-    return None if value is None else torch.as_tensor(value)
-
-
-_TIMES = ("runtime", "per_second", "preparation_time")
-
-
-def _timeless(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not any(word in name for word in _TIMES)}
-
-
-def _state(state: TrainerState) -> dict[str, Any]:
-    best = state.best_model_checkpoint
-    return {
-        "step": state.global_step,
-        "epoch": state.epoch,
-        "max_steps": state.max_steps,
-        "best": None if best is None else Path(best).name,
-        "best_metric": state.best_metric,
-        "best_step": state.best_global_step,
-        "tokens": state.num_input_tokens_seen,
-        "flos": state.total_flos,
-    }
-
-
-def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
-    """What plain Transformers loads from the checkpoints that are left, on the first rank."""
-    trainer.accelerator.wait_for_everyone()
-    if not trainer.is_world_process_zero():
-        return {}
-    found: dict[str, Any] = {}
-    for path in [*_checkpoints(folder), folder / "final"]:
-        if not path.is_dir():
-            continue
-        if program["model"] in FAMILIES:
-            kind = type(make_model(program["model"], 0))
-            loaded: nn.Module = kind.from_pretrained(path, dtype=torch.float64)
-            found[path.name] = {"weights": dict(loaded.state_dict())}
-        else:
-            found[path.name] = {"weights": load_file(path / "model.safetensors")}
-        if (path / "trainer_state.json").exists():
-            found[path.name]["state"] = _state(TrainerState.load_from_json(str(path / "trainer_state.json")))
-    return found
-
-
-def play_all(programs: list[Program], folder: Path, how: str, resume: bool = False) -> list[dict[str, Any] | str]:
-    """Play several, each in a folder of its own; an error becomes its words. On ranks these raise together or not."""
-    warnings.filterwarnings("ignore")
-    found: list[dict[str, Any] | str] = []
-    for program in programs:
-        if dist.is_initialized():
-            dist.barrier()
-        own = folder / f"program-{program['seed']}"
-        print(f"program {program['seed']}", flush=True)
-        try:
-            found.append(play(program, own, how, resume))
-        except Exception as error:
-            found.append("".join(traceback.format_exception(error)))
-    reset()
-    return found

@@ -16,6 +16,8 @@ from accelerate.local_sgd import LocalSGD
 
 from accelerate_smp import SmpAccelerator
 from smp_core.watch import rank_watch
+from tests.accelerate.program_parts import make_model
+from tests.accelerate.programs import SHARED
 from tests.core.models import TroubledModel
 from tests.harness import run_ranks
 
@@ -64,6 +66,41 @@ def explained() -> dict[str, str]:
         "gradients": gradients,
     }
     return {name: message_with_notes(case) for name, case in cases.items()}
+
+
+def explained_logits(knobs: dict[str, Any]) -> dict[str, str]:
+    accelerator = SmpAccelerator(smp_config=knobs)
+    model = make_model("gpt2", 0)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    tokens = torch.arange(8).view(1, 8)
+
+    def largest_logit(inputs: dict[str, torch.Tensor]) -> None:
+        outputs = model(**inputs)
+        assert outputs.loss is not None
+        outputs.logits.max()
+
+    def without_labels() -> None:
+        model(input_ids=tokens).logits.square().mean().backward()
+
+    def elsewhere() -> None:
+        outputs = model(input_ids=tokens, labels=None)
+        outputs.loss.backward()
+
+    cases = {
+        "logits": lambda: largest_logit({"input_ids": tokens, "labels": tokens}),
+        "as said": without_labels,
+        "elsewhere": elsewhere,
+    }
+    return {name: message_with_notes(case) for name, case in cases.items()}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("knobs", [SHARED["tensor"], {"chunked_cross_entropy": 3}], ids=["tensor", "chunks"])
+def test_logits_that_are_not_there_beside_a_loss_are_said(knobs: dict[str, Any]) -> None:
+    for said in run_ranks(explained_logits, 2, {**knobs, "shard_degree": 1}):
+        assert "inputs.pop('labels')" in said["logits"]
+        assert said["as said"] == "nothing was raised"
+        assert "NoneType" in said["elsewhere"] and "torch-smp: " not in said["elsewhere"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")

@@ -70,6 +70,26 @@ CASES = [
         accelerator_config={"dispatch_batches": True},
         resume=RESUMED,
     ),
+    # A trial of the model looked for labels that Trainer had taken out of the batch.
+    program(
+        8,
+        knobs={**programs.SHARED["context"], "shard_degree": 2},
+        arguments={"max_steps": 2, "logging_steps": 1, "label_smoothing_factor": 0.1},
+        script=["train", "evaluate"],
+    ),
+    # The second epoch came in the order of the first.
+    program(9, data="batch_rebalance", lengths="ragged", arguments=SAVED, resume=RESUMED),
+    # The last batch of an evaluation had the loss of rank 0.
+    program(11, eval_data="stream", accelerator_config={"split_batches": True}, script=["train", "evaluate"]),
+    # Labels that were the batch's own were refused as others.
+    program(
+        12,
+        knobs={**programs.SHARED["context"], "shard_degree": 2},
+        overrides=["plain loss"],
+        script=["train", "evaluate"],
+        micro_batches=2,
+        samples=32,
+    ),
 ]
 
 
@@ -84,13 +104,25 @@ LOOPS = [
     loop(4, samples=14, tells_epoch=False, save_after=3, resume=RESUMED_LOOP),
     # Batches were skipped for one rank alone.
     loop(5, how={"dispatch_batches": True}, epochs=1, save_after=2, resume=RESUMED_LOOP),
+    # On several ranks a batch sampler of the user's, or a data set, did not hear of the epoch.
+    loop(6, data="own batches"),
+    loop(7, data="aging"),
+    # Where nothing was left of an epoch, rank 0 had no batch to deal out.
+    loop(9, how={"dispatch_batches": True}, tells_epoch=False, save_after=4, resume=RESUMED_LOOP),
+    loop(8, data="own batches", epochs=3, tells_epoch=False, save_after=6, resume=RESUMED_LOOP),
 ]
 
 
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
-    cases = [CASES[1], CASES[5]]
+    cases = [CASES[1], CASES[5], CASES[7]]
     check_programs(cases, tmp_path, right=len(cases))
-    check_loops([LOOPS[0], LOOPS[3]], tmp_path, right=2)
+    check_loops([LOOPS[0], LOOPS[3], LOOPS[5]], tmp_path, right=3)
+
+
+def test_a_sum_over_labels_of_shared_sequences_is_refused(tmp_path: Path) -> None:
+    """Their targets are elsewhere, and the sum was 0 in every step."""
+    case = program(13, knobs={**programs.SHARED["context"], "shard_degree": 2}, overrides=["own sum"])
+    assert problems([case], tmp_path) == {13: "refused"}
 
 
 @pytest.mark.slow

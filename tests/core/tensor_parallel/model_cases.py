@@ -48,8 +48,8 @@ class Wide(TorchFunctionMode):
 
 
 def wide_when_computed_again(model: nn.Module) -> nn.Module:
-    """Let blocks, and attention and perceptrons in them, leave casts out by themselves: backward passes begin outside
-    of the mode around them."""
+    """Let blocks, and attention, perceptrons and norms in them, leave casts out by themselves: backward passes begin
+    outside of the mode around them, and Transformers recomputes inside of a block."""
 
     def wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Wide():
@@ -58,7 +58,7 @@ def wide_when_computed_again(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for block in list(module) if isinstance(module, nn.ModuleList) else ():
             for part in (block, *block.children()):
-                if any(True for _ in part.children()):
+                if any(True for _ in part.children()) or type(part).__module__.startswith("transformers."):
                     part.forward = functools.partial(wide, part.forward)
     return model
 
