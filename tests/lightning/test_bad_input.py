@@ -22,6 +22,7 @@ from smp_core.config import SmpConfig
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, LateModule, PictureModule, token_rows
 from tests.lightning.running import make_trainer
+from tests.lightning.staged import StagedModule, knobs_of
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,21 @@ def fit_with(knobs: dict[str, Any]) -> None:
 def test_nccl_on_cpu_is_refused() -> None:
     words = ["process_group_backend='nccl'", "on CPU; allowed there: 'gloo', 'mpi'; write process_group_backend='gloo'"]
     assert_says(fit_with, {"process_group_backend": "nccl"}, words=words)
+
+
+class Doubling(StagedModule):
+    """Its backward passes would be over before this one is called."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+
+def fit_doubling() -> None:
+    make_trainer(knobs_of(2)).fit(Doubling(kind="plain", batch_size=8))
+
+
+def test_a_backward_that_stages_would_pass_over_is_refused() -> None:
+    assert_says(fit_doubling, words=["pipeline_parallel_degree: backward of the LightningModule", "leave it out"])
 
 
 def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
