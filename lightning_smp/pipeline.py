@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -42,8 +43,17 @@ def check_module(module: LightningModule) -> None:
     """Refuse what a pipelined module cannot have.
 
     Raises:
-        ValueError: manual optimization, a hook of its own in the place of ``zero_grad`` or ``backward``.
+        ValueError: manual optimization, a hook of its own in the place of ``zero_grad`` or ``backward``, a callback
+            that adds parameters to the optimizer by their values.
     """
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks if trainer.training else ():
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"pipeline_parallel_degree: {type(callback).__name__} compares the values of parameters with those in "
+                "the optimizer, and a stage has none of other stages' parameters; leave the callback out, or write "
+                "pipeline_parallel_degree=1"
+            )
     if not module.automatic_optimization:
         raise ValueError(
             "pipeline_parallel_degree is not built yet together with manual optimization, in which backward is called "
