@@ -100,7 +100,8 @@ def draw_lives(seed: int) -> Program:
     lives = [(4, program["knobs"], *places[0]), (2, second, *places[1]), (*third, -1, 0.0)]
     if rng.random() < 0.3:
         del lives[1]
-    return {**program, "after": [], "lives": lives}
+    # Means over uneven targets are one process's where ranks share sequences.
+    return {**program, "after": [], "lives": lives, "uneven": False}
 
 
 def live(program: Program, folder: str, number: int | None) -> dict[str, Any] | None:
