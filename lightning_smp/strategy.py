@@ -269,6 +269,7 @@ class SmpShardedStrategy(SteppingStrategy):
         require_joined_alone(self._trainer, self.mesh)
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
+        self._has_stepped = True
         self._remember_loaders()
 
     @override
@@ -276,14 +277,15 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.resume is not None:
             self.resume.on_train_batch_start(self._trainer)
             self.resume = None
-        goes_on_in_window = self.window.is_open and batch_idx == 0
+        goes_on_in_window = batch_idx == 0 and self.open_window is not None
         if goes_on_in_window:
             self._remember_loaders()
         if self.joined is not None:
             self.joined.begin_batch()
         for loader in training_loaders(self._trainer):
             begin_batch(loader)
-        if not self.window.is_open or goes_on_in_window:
+        if goes_on_in_window or self.open_window is None:
+            self._has_stepped = False
             self._window_start = WindowStart.here(self._trainer, self._loaders, is_whole=not goes_on_in_window)
 
     @override
