@@ -91,6 +91,8 @@ def draw_lives(seed: int) -> Program:
         whole and "limit_train_batches" not in program["flags"]
     ):
         program["optimization"] = "by hand"  # a window of two epochs, whose gradients are not saved, as is said
+    if program["optimization"] == "in windows by hand":
+        program["schedule"] = "none"  # it is stepped with every batch, and those of an open window are seen again
     if "ema by hand" in program["callbacks"]:  # counts batches, and those of an open window are seen again
         program["flags"].pop("accumulate_grad_batches", None)
         program["callbacks"] = [each for each in program["callbacks"] if each != "accumulation"]

@@ -119,9 +119,14 @@ IN_STAGES: Program = {
     "all gather": False, "train": 16, "knobs": {"shard_degree": 1, "pipeline_parallel_degree": 2},
 }  # fmt: skip
 # What was wrong once.
-WRONG_ONCE = {
+WRONG_ONCE: dict[str, Program] = {
     "an average outlives its fit": {"callbacks": ["ema"], "after": ["validate best", "test", "predict"]},
-}
+    "anomalies in gradients of experts": {
+        **IN_STAGES, "axes": "experts 2", "judged": True, "experts": True,
+        "knobs": {"shard_degree": 2, "expert_parallel_degree": 2},
+        "flags": {**BASE["flags"], "max_epochs": 1, "detect_anomaly": True},
+    },
+}  # fmt: skip
 
 # And in runs that go on in the middle of an epoch.
 WRONG_WHEN_GOING_ON: dict[str, Program] = {
