@@ -58,9 +58,9 @@ def draw_over_axes(seed: int) -> Program:
         schedule = rng.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
         knobs["pipeline"] = {"microbatches": 2 if stages == 2 else rng.choice((2, 4)), "schedule": schedule}
     changed: dict[str, Any] = {}
-    if stages > 1:  # what is refused in words
+    if stages > 1:  # what is refused in words, or warned of
         changed["optimization"] = "automatic"
-        not_here = ("optimizer_zero_grad", "backward", "reads weights", "freeze and thaw")
+        not_here = ("optimizer_zero_grad", "backward", "reads weights", "freeze and thaw", "gradient norm")
         for kind in ("overrides", "callbacks"):
             changed[kind] = [name for name in program[kind] if name not in not_here]
         if program["loaders"].startswith("list"):
