@@ -382,8 +382,9 @@ class _SaysWhereGradientsAre(TrainerCallback):
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         handle = parallel_of(model)
-        if handle is not None and handle.window.world is not None:
-            say_where_gradients_are(self._before_steps(), "trainer.accelerator.parallel")
+        if handle is not None and (handle.window.world is not None or handle.pipeline is not None):
+            in_stages = handle.window.world is None
+            say_where_gradients_are(self._before_steps(), "trainer.accelerator.parallel", in_stages=in_stages)
 
     def _before_steps(self) -> Iterator[Callable[..., Any]]:
         """Yield what a user's callbacks and Trainer do between backward passes and steps."""

@@ -183,6 +183,13 @@ class _Stochastic(_OverShards, StochasticWeightAveraging):
     """A ``StochasticWeightAveraging`` over shards."""
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        # Lightning has no start of an epoch where a run goes on inside of one, and the schedule is swapped there.
+        if trainer.fit_loop.restarted_mid_epoch:
+            self.on_train_epoch_start(trainer, pl_module)
+
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         # The epoch behind the last one takes statistics of BatchNorm for the average, without backward passes.

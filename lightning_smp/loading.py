@@ -214,7 +214,8 @@ class Loading:
                 len(parts),
                 world,
             )
-        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window, loaders)
+        place, metrics = checkpoint.get("smp_data"), checkpoint.get("smp_metrics", {})
+        return Resume(place, random, epoch_random, data_size, allow, in_window, loaders, metrics)
 
 
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:

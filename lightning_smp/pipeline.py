@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -42,18 +43,28 @@ def check_module(module: LightningModule) -> None:
     """Refuse what a pipelined module cannot have.
 
     Raises:
-        ValueError: manual optimization, a hook of its own in the place of ``zero_grad``.
+        ValueError: manual optimization, a hook of its own in the place of ``zero_grad`` or ``backward``, a callback
+            that adds parameters to the optimizer by their values.
     """
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks if trainer.training else ():
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"pipeline_parallel_degree: {type(callback).__name__} compares the values of parameters with those in "
+                "the optimizer, and a stage has none of other stages' parameters; leave the callback out, or write "
+                "pipeline_parallel_degree=1"
+            )
     if not module.automatic_optimization:
         raise ValueError(
             "pipeline_parallel_degree is not built yet together with manual optimization, in which backward is called "
             "in the middle of training_step; write automatic_optimization=True"
         )
-    if type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad:
-        raise ValueError(
-            "pipeline_parallel_degree: optimizer_zero_grad of the LightningModule would be called behind the backward "
-            "passes, which are over when training_step returns; leave it out"
-        )
+    for name in ("optimizer_zero_grad", "backward"):
+        if getattr(type(module), name) is not getattr(LightningModule, name):
+            raise ValueError(
+                f"pipeline_parallel_degree: {name} of the LightningModule would be called behind the backward passes, "
+                "which are over when training_step returns; leave it out"
+            )
 
 
 class PipelinedSteps:

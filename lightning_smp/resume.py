@@ -14,7 +14,10 @@ one of a stream: that batch would be lost in a resumed run. So the state from be
 that is told is from before the first batch that no training step has begun with.
 
 Private names: ``FitLoop._data_fetcher``, because Lightning makes the iterators of an epoch before ``on_train_start``
-and has no public way to make them anew or to leave batches out.
+and has no public way to make them anew or to leave batches out; ``_TrainingEpochLoop._batches_that_stepped``, the step
+that loggers write; ``_should_check_val_fx``, by which Lightning takes the begin of a window for the end of a batch;
+``CombinedLoader._mode``, whether a loader that has come to its end begins again; ``FitLoop._restarting``, which keeps
+schedules by metrics from their step at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
@@ -51,21 +56,28 @@ class WindowStart:
     Attributes:
         batches: batches of this epoch before it.
         total: batches of the whole run before it.
+        stepped: the step that loggers write for it.
         loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
         random: this rank's random states here; None where a window is one batch.
+        is_whole: whether the window begins here. One of an earlier epoch (manual optimization) has gradients that are
+            lost with a checkpoint.
     """
 
     batches: int
     total: int
+    stepped: int
     loaders: dict[str, Any]
     random: dict[str, Any] | None
+    is_whole: bool = True
 
     @classmethod
-    def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
-        """Return the present place. Call it when the window's first batch has been fetched and counted as ready."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
+    def here(cls, trainer: Trainer, loaders: dict[str, Any], is_whole: bool = True) -> WindowStart:
+        """Return the present place. Call it when the window's first batch has been fetched and counted as ready, or an
+        epoch's inside of one."""
+        loop = trainer.fit_loop.epoch_loop
+        progress, stepped = loop.batch_progress, loop._batches_that_stepped
         random = None if accumulation(trainer) == 1 else random_state()
-        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders, random)
+        return cls(progress.current.ready - 1, progress.total.ready - 1, stepped, loaders, random, is_whole)
 
     def rewind(self, checkpoint: dict[str, Any]) -> None:
         """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
@@ -73,12 +85,19 @@ class WindowStart:
         Weights and optimizer are those from before the window; its partial sum of gradients is not saved, so its
         batches have to be seen again.
         """
+        if not self.is_whole:
+            logger.warning(
+                "a checkpoint is taken in a window of manual optimization that began in an earlier epoch, whose "
+                "gradients are not in it: a run that resumes there makes other steps; step and zero gradients at the "
+                "end of each epoch"
+            )
         loop = checkpoint["loops"]["fit_loop"]
         progress = loop["epoch_loop.batch_progress"]
         replayed = progress["current"]["processed"] - self.batches
         for part, batches in (("current", self.batches), ("total", self.total)):
             progress[part].update(dict.fromkeys(_COUNTERS, batches))
         progress["is_last_batch"] = False
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped
         if self.loaders:
             loop["state_dict"].update(self.loaders)
         checkpoint["smp_window"] = {"first_batch": self.batches, "batches_to_replay": replayed}
@@ -186,6 +205,11 @@ def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int)
     }
 
 
+def metrics_of(trainer: Trainer) -> dict[str, float]:
+    """Return what callbacks and schedules find in ``trainer.callback_metrics``, for a checkpoint."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 def accumulation(trainer: Trainer) -> int | None:
     """Return the micro-batches of an optimizer step; None where the module or a schedule decides."""
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -220,6 +244,7 @@ class Resume:
         allow_batch_change: ``checkpoint.allow_batch_change``.
         in_window: the states to restore are those after the first batch of an open window had been fetched.
         loader_states: of the training loaders that keep their own place, in their order.
+        metrics: what callbacks and schedules found in ``trainer.callback_metrics``, by name.
     """
 
     def __init__(
@@ -231,6 +256,7 @@ class Resume:
         allow_batch_change: bool,
         in_window: bool = False,
         loader_states: Sequence[dict[str, Any]] = (),
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.place = place
         self.random = random
@@ -239,6 +265,7 @@ class Resume:
         self.allow_batch_change = allow_batch_change
         self.in_window = in_window
         self.loader_states = loader_states
+        self.metrics = metrics
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Keep or change the global batch, and move the data to their place.
@@ -246,6 +273,12 @@ class Resume:
         Raises:
             ValueError: the global batch would change, which is not allowed.
         """
+        for name, value in self.metrics.items():
+            trainer.callback_metrics.setdefault(name, torch.tensor(value, dtype=torch.float64))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Lightning has no start of an epoch where a run goes on inside of one.
+            if isinstance(callback, GradientAccumulationScheduler):
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         loaders = training_loaders(trainer)
         sizes = [samples_per_batch(loader, self.data_size) for loader in loaders]
         batches = 0
@@ -265,6 +298,8 @@ class Resume:
         if (validates_first or ends_epoch_first) and self.random is not None:
             set_random_state(self.random)
             self.random = None
+        if self.in_window:
+            _begin_with_a_batch(trainer)
 
     def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
         """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
@@ -351,7 +386,8 @@ class Resume:
         samplers = [sampler for loader in others if (sampler := sampler_of(loader)) is not None]
         by_sampler = len(samplers) == len(others)
         if others and by_sampler and not at_epoch_start:
-            self._skip(others, samplers, batches, validates_first)
+            goes_round = fetcher.combined_loader._mode == "max_size_cycle"
+            self._skip(others, samplers, batches, validates_first, goes_round)
         iter(fetcher)
         if batches and not by_sampler:
             self._drop(fetcher, loaders, batches, keeping)
@@ -398,20 +434,41 @@ class Resume:
             samplers[0].begin_after(0, self.random, None)
             self.random = None
 
-    def _skip(self, loaders: list[Any], samplers: list[PlacedSampler], batches: int, validates_first: bool) -> None:
+    def _skip(
+        self,
+        loaders: list[Any],
+        samplers: list[PlacedSampler],
+        batches: int,
+        validates_first: bool,
+        goes_round: bool,
+    ) -> None:
         starts = self.epoch_random or [None] * len(loaders)
         lazy = _read_when_needed(loaders) and not self.in_window
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
             then = self.random if lazy and not validates_first else None
-            samples = batches % len(loader) * loader.batch_sampler.batch_size
-            sampler.begin_after(samples, start, then, keep=lazy and validates_first)
+            read = batches % len(loader) if goes_round else min(batches, len(loader))
+            sampler.begin_after(read * loader.batch_sampler.batch_size, start, then, keep=lazy and validates_first)
         if lazy and not validates_first:
             self.random = None
 
-    def on_train_batch_start(self) -> None:
+    def on_train_batch_start(self, trainer: Trainer) -> None:
         """Restore the generators before the first training step, unless fetching the batch has done it."""
         if self.random is not None:
             set_random_state(self.random)
+        # Lightning leaves a ReduceLROnPlateau out at the end of an epoch in which it restarted, for lack of metrics.
+        trainer.fit_loop._restarting = False
+
+
+def _begin_with_a_batch(trainer: Trainer) -> None:
+    """Let Lightning find no validation due where a window is gone back to: it would end the batch before the window
+    once more, with a step of its loggers and of a ``ReduceLROnPlateau``."""
+    loop: Any = trainer.fit_loop.epoch_loop
+
+    def not_due(_: Any) -> bool:
+        del loop._should_check_val_fx  # of the instance, for Lightning's first look
+        return False
+
+    loop._should_check_val_fx = not_due
 
 
 def _read_when_needed(loaders: list[Any]) -> bool:

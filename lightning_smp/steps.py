@@ -45,6 +45,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     _sequences: SharedSequences
     _parallel: ParallelModel | None = None
     _window_start: WindowStart | None = None
+    _has_stepped = True  # an optimizer, since then
     _pipelined: PipelinedSteps | None = None
     _in_window = False
     evaluations: Evaluations | None = None
@@ -143,7 +144,11 @@ class SteppingStrategy(ProcessGroupStrategy):
     @property
     def open_window(self) -> WindowStart | None:
         """The place where the open window has begun; None between windows."""
-        return self._window_start if self.window.is_open else None
+        is_open: bool = self.window.is_open
+        if not is_open and not self._module.automatic_optimization and not self._has_stepped:
+            # Manual optimization without block_backward_sync: gradients wait in .grad.
+            is_open = any(p.grad is not None for p in self._module.parameters()) or bool(self.window.held())
+        return self._window_start if is_open else None
 
     @property
     def _module(self) -> LightningModule:
@@ -339,6 +344,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             return result
 
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
+        self._has_stepped = True
         self.parallel.meter.close_step()
         if self._watch is not None:
             self._watch.step += 1

@@ -41,7 +41,15 @@ from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.processes import take_over_exception_saves
-from lightning_smp.resume import Resume, WindowStart, begin_batch, describe_place, loader_state, training_loaders
+from lightning_smp.resume import (
+    Resume,
+    WindowStart,
+    begin_batch,
+    describe_place,
+    loader_state,
+    metrics_of,
+    training_loaders,
+)
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy, hooks_before_steps
@@ -241,8 +249,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
-        if self.window.world is not None:
-            say_where_gradients_are(hooks_before_steps(trainer))
+        if self.window.world is not None or self._pipelined is not None:
+            say_where_gradients_are(hooks_before_steps(trainer), in_stages=self.window.world is None)
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.
         self.optimizers = self.optimizers
 
@@ -261,19 +269,24 @@ class SmpShardedStrategy(SteppingStrategy):
         require_joined_alone(self._trainer, self.mesh)
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
+        self._has_stepped = True
         self._remember_loaders()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.resume is not None:
-            self.resume.on_train_batch_start()
+            self.resume.on_train_batch_start(self._trainer)
             self.resume = None
+        goes_on_in_window = batch_idx == 0 and self.open_window is not None
+        if goes_on_in_window:
+            self._remember_loaders()
         if self.joined is not None:
             self.joined.begin_batch()
         for loader in training_loaders(self._trainer):
             begin_batch(loader)
-        if not self.window.is_open:
-            self._window_start = WindowStart.here(self._trainer, self._loaders)
+        if goes_on_in_window or self.open_window is None:
+            self._has_stepped = False
+            self._window_start = WindowStart.here(self._trainer, self._loaders, is_whole=not goes_on_in_window)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,6 +331,7 @@ class SmpShardedStrategy(SteppingStrategy):
         place = describe_place(trainer, checkpoint, self.mesh.data_size)
         if place is not None:
             checkpoint["smp_data"] = place
+            checkpoint["smp_metrics"] = metrics_of(trainer)
         note_shards(checkpoint)
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()

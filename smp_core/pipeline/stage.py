@@ -72,7 +72,8 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
 
 
 def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:
-    nothing = torch.empty(0, dtype=parameter.dtype, device=owners.device_type)
+    # from_local takes an empty shape for none given, and then the shape of the local tensor.
+    nothing = torch.empty(0 if parameter.ndim else (), dtype=parameter.dtype, device=owners.device_type)
     whole = torch.empty(parameter.shape, device="meta")
     placement = Shard(0) if parameter.ndim else Replicate()
     made = DTensor.from_local(nothing, owners, [placement], run_check=False, shape=whole.shape, stride=whole.stride())

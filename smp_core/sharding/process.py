@@ -45,12 +45,18 @@ def _change_once() -> None:
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
     # What calls item() follows it: float, bool, int, tolist.
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
+    # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part, without messages.
+    torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)
 
 
 def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
     if is_absent(args[0]):
         raise RuntimeError(ABSENT % list(args[0].shape))
     return function(args[0].full_tensor())
+
+
+def _is_any_true(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+    return function(args[0].to_local())
 
 
 def is_a_part(tensor: object) -> bool:

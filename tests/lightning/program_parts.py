@@ -202,7 +202,8 @@ class Writes(Callback):
         if batch_idx == 1:
             module.net.scale.fill_(1.25)
             module.net.blocks[1].down.weight.mul_(0.9)
-            module.other.layers[0].bias.zero_()
+            if module.other is not None:
+                module.other.layers[0].bias.zero_()
 
 
 class Edits(Callback):

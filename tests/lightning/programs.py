@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +192,13 @@ class Drawn(LightningModule):
 
     def build(self) -> None:
         torch.manual_seed(self.program["seed"])
-        self.net, self.other = Net(), Other()
+        self.net, self.other = self.build_networks()
         generator = torch.Generator().manual_seed(self.program["seed"])
         for parameter in self.parameters():  # the same in whichever precision it is built
             parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+    def build_networks(self) -> tuple[nn.Module, nn.Module | None]:
+        return Net(), Other()
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(self.net(x), x.flip(-1) * 0.5)
@@ -252,12 +255,16 @@ class Drawn(LightningModule):
             if (batch_idx + 1) % length == 0:
                 optimizers.step()
                 optimizers.zero_grad()
+        self.step_schedules()
+        self.noted(loss)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
+
+    def step_schedules(self) -> None:
+        """As manual optimization has to."""
         schedulers: Any = self.lr_schedulers()
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
-        self.noted(loss)
-        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
 
     def evaluate(self, batch: Any, name: str) -> None:
         x = self.rows_of(batch)
@@ -380,14 +387,26 @@ def trainer_of(program: Program, module: LightningModule, folder: Path, knobs: d
     return Trainer(callbacks=callbacks, precision="64-true", **flags)
 
 
-def gathered(batches: Any) -> torch.Tensor:
-    """All ranks' predictions, by value."""
-    found = [torch.cat(batches)]
+def gathered(trainer: Trainer, batches: Any) -> torch.Tensor:
+    """The predictions of all ranks that read different samples, by value."""
+    found = torch.cat(batches)
     if not is_alone():
+        strategy: Any = trainer.strategy
         of_ranks: list[Any] = [None] * world()
-        dist.all_gather_object(of_ranks, found[0])
-        found = of_ranks
-    return torch.cat(found).sort().values
+        dist.all_gather_object(of_ranks, (strategy.data_rank, found))
+        found = torch.cat(list(dict(of_ranks).values()))
+    return found.flatten().sort().values
+
+
+def weights_of(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
+    """Whole, of all stages."""
+    parallel = getattr(trainer.strategy, "_parallel", None)
+    if parallel is None or parallel.pipeline is None:
+        return whole_weights(module)
+    from tests.core.pipeline.cases import of_all_stages  # imports Transformers, which takes seconds
+
+    weights = of_all_stages(parallel, dict(module.named_parameters()))
+    return {**weights, "net.back.weight": weights["net.front.weight"]}  # tied
 
 
 def table(trainer: Trainer) -> list[dict[str, str]]:
@@ -400,17 +419,22 @@ def table(trainer: Trainer) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def run(program: Program, folder: str, again: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Play a program; ``again``: other knobs for what resumes. Collective on ranks."""
+def run(
+    program: Program,
+    folder: str,
+    again: dict[str, Any] | None = None,
+    make: Callable[[Program], LightningModule] = module_of,
+) -> dict[str, Any]:
+    """Play a program; ``again``: other knobs for what resumes; ``make``: its module. Collective on ranks."""
     place = Path(folder)
-    module = module_of(program)
+    module: Any = make(program)
     trainer = trainer_of(program, module, place, program["knobs"])
     trainer.fit(module)
     seen: dict[str, Any] = {"log": [], "metrics": {}}
 
     def note(name: str) -> None:
         seen["metrics"][name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        seen[f"weights {name}"] = whole_weights(module)
+        seen[f"weights {name}"] = weights_of(trainer, module)
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         seen[f"rates {name}"] = [float(rate) for rates_of in rates for rate in rates_of]
         seen[f"place {name}"] = [trainer.current_epoch, trainer.global_step]
@@ -428,7 +452,7 @@ def run(program: Program, folder: str, again: dict[str, Any] | None = None) -> d
         elif name == "test":
             seen[name] = trainer.test(module, verbose=False)
         elif name == "predict":
-            seen[name] = gathered(trainer.predict(module))
+            seen[name] = gathered(trainer, trainer.predict(module))
         elif name == "fit again":
             trainer.fit_loop.max_epochs = trainer.current_epoch + 2
             trainer.fit_loop.epoch_loop.max_steps = -1
@@ -438,7 +462,7 @@ def run(program: Program, folder: str, again: dict[str, Any] | None = None) -> d
         elif name == "resume":
             trainer.save_checkpoint(place / "resume.ckpt")
             losses, hooks = module.losses, module.seen
-            module = module_of(program)
+            module = make(program)
             module.losses, module.seen = losses, hooks
             epochs = trainer.current_epoch + 2
             trainer = trainer_of(program, module, place, again or program["knobs"], max_epochs=epochs, max_steps=-1)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -22,6 +24,7 @@ from smp_core.config import SmpConfig
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, LateModule, PictureModule, token_rows
 from tests.lightning.running import make_trainer
+from tests.lightning.staged import StagedModule, knobs_of
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,35 @@ def fit_with(knobs: dict[str, Any]) -> None:
 def test_nccl_on_cpu_is_refused() -> None:
     words = ["process_group_backend='nccl'", "on CPU; allowed there: 'gloo', 'mpi'; write process_group_backend='gloo'"]
     assert_says(fit_with, {"process_group_backend": "nccl"}, words=words)
+
+
+class Doubling(StagedModule):
+    """Its backward passes would be over before this one is called."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+
+def fit_in_stages(kind: type[StagedModule], *callbacks: Callback) -> None:
+    make_trainer(knobs_of(2), callbacks=list(callbacks)).fit(kind(kind="plain", batch_size=8))
+
+
+def test_a_backward_that_stages_would_pass_over_is_refused() -> None:
+    words = ["pipeline_parallel_degree: backward of the LightningModule", "leave it out"]
+    assert_says(fit_in_stages, Doubling, words=words)
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+def test_a_callback_that_looks_at_the_values_of_all_stages_is_refused() -> None:
+    words = ["pipeline_parallel_degree: Thaws", "pipeline_parallel_degree=1"]
+    assert_says(fit_in_stages, StagedModule, Thaws(), words=words)
 
 
 def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:

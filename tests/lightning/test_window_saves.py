@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Resumable(ScheduledModule):
 class ByHand(Resumable):
     """Manual optimization; steps after batches 2, 5 and 7."""
 
+    ends_with_epoch = blocks = True
+
     def build(self) -> None:
         super().build()
         self.automatic_optimization = False
@@ -64,8 +67,9 @@ class ByHand(Resumable):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        last = batch_idx % WINDOW == WINDOW - 1 or batch_idx == BATCHES - 1
+        last = batch_idx % WINDOW == WINDOW - 1 or (self.ends_with_epoch and batch_idx == BATCHES - 1)
         block = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        block = block if self.blocks else contextlib.nullcontext
         with contextlib.nullcontext() if last else block():
             loss = self.loss(batch)
             self.losses.append(loss.detach())
@@ -76,7 +80,7 @@ class ByHand(Resumable):
 
 
 def flags_of(kind: type[LanguageModule]) -> dict[str, Any]:
-    if kind is ByHand:
+    if issubclass(kind, ByHand):
         return {**EXACT, "gradient_clip_val": None}
     return {**EXACT, "accumulate_grad_batches": WINDOW}
 
@@ -157,6 +161,42 @@ def test_model_checkpoint_inside_a_window_replays_it(tmp_path: Path) -> None:
         resumed = together(run_validating, {"shard_degree": 4}, str(tmp_path / f"again{epoch}"), load=path)
         assert_same(resumed, from_batch(expected, first))
         assert resumed[0].extra["steps"] == expected.extra["steps"]
+
+
+class Unblocked(ByHand):
+    """As Lightning's pages show it: each backward pass reduces, and gradients wait in ``.grad``."""
+
+    blocks = False
+
+
+def test_saving_inside_a_window_of_gradients_that_are_reduced_replays_it(tmp_path: Path) -> None:
+    check_place(Unblocked, *PLACES[3], tmp_path, ranks=2)
+
+
+class AcrossEpochs(ByHand):
+    """A step is also of the last two batches of an epoch and the first three of the next."""
+
+    ends_with_epoch = False
+
+
+def said_of_saving(path: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    # Lightning zeroes gradients before a validation.
+    flags = {**flags_of(ByHand), "limit_val_batches": 0}
+    trainer = make_trainer({"shard_degree": 2}, callbacks=[SaveAt(path, 1, 1)], **flags)
+    trainer.fit(AcrossEpochs(batches=BATCHES))
+    logging.getLogger("smp").removeHandler(handler)
+    return said
+
+
+def test_a_window_of_two_epochs_is_replayed_from_the_second_and_the_rest_told(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    said = together(said_of_saving, path, ranks=2)  # type: ignore[arg-type]
+    assert any("began in an earlier epoch, whose gradients are not in it" in line for line in said[0])
+    assert read_checkpoint(path)["smp_window"] == {"first_batch": 0, "batches_to_replay": 2}
 
 
 class StopAt(Callback):

@@ -387,24 +387,33 @@ def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
     return made
 
 
-def say_where_gradients_are(hooks: Iterable[Callable[..., Any]], parallel: str = "parallel") -> None:
-    """Warn, on rank 0, of hooks between backward and step whose code names gradients of parameters: parameters have
-    none, so that what such a hook reads, edits or drops there has no effect.
+_WHERE_GRADIENTS_ARE = (
+    "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no effect. This "
+    "rank's part of them is the .grad of %s.stepped(parameters), a norm of all is %s.grad_norm(); or write "
+    "optimizer_shard='shard'"
+)
+_GRADIENTS_OF_A_STAGE = (
+    "pipeline_parallel_degree: a rank has gradients of its own stage's parameters and None of the others, so what %s "
+    "makes of several, a norm or a sum, is of one stage; a norm of all is %s.grad_norm()"
+)
+
+
+def say_where_gradients_are(
+    hooks: Iterable[Callable[..., Any]], parallel: str = "parallel", *, in_stages: bool = False
+) -> None:
+    """Warn, on rank 0, of hooks between backward and step whose code names gradients of parameters, where parameters
+    have none: what such a hook reads, edits or drops there has no effect.
 
     Args:
         hooks: functions of the user's.
         parallel: what to type for the model's handle.
+        in_stages: whether it is parameters of other pipeline stages alone that have none.
     """
     found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
     if found and is_rank_0():
-        logging.getLogger("smp").warning(
-            "optimizer_shard='world' leaves no gradients on parameters: what %s does with parameter.grad has no "
-            "effect. This rank's part of them is the .grad of %s.stepped(parameters), a norm of all is "
-            "%s.grad_norm(); or write optimizer_shard='shard'",
-            " and ".join(found),
-            parallel,
-            parallel,
-        )
+        said = _GRADIENTS_OF_A_STAGE if in_stages else _WHERE_GRADIENTS_ARE
+        handles = [parallel] * (said.count("%s") - 1)
+        logging.getLogger("smp").warning(said, " and ".join(found), *handles)
 
 
 def _names_gradients(hook: Callable[..., Any]) -> bool:
