@@ -64,6 +64,13 @@ def llama_fields(row: Row) -> Row:
     return {"model_type": "llama", **fields, "tie_word_embeddings": False}
 
 
+def compiled(trace: ModelTrace) -> ModelTrace:
+    """Return the trace of a model that is compiled as a whole, with its loss."""
+    block = {mode: curve.compiled() for mode, curve in trace.block.items()}
+    rest = {mode: curve.compiled() for mode, curve in trace.rest.items()}
+    return replace(trace, block=block, rest=rest)
+
+
 @cache
 def with_their_loss(words: str) -> ModelTrace:
     """Trace a Llama with KempnerForge's loss. Their tensor ranks hold all logits, and all of the embedding."""
@@ -110,7 +117,7 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
         hardware = Hardware(max(gpus // 4, 1), min(gpus, 4), DEVICES["h200"], 1600)
-        trace = traced(json.dumps(llama_fields(row)))
+        trace = compiled(traced(json.dumps(llama_fields(row))))
         kept: dict[str, Any] = {}
         if shard > 1:
             kept = {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}

@@ -105,6 +105,8 @@ def block_figures(
         held: tokens of each sample on a rank.
     """
     found = trace.block[mode].at(micro_batch, held).of_experts_over(expert_degree(plan))
+    if plan.knobs.compile is not None:
+        found = found.compiled()
     recipe, peak = plan.knobs.fp8, hardware.device.fp8_flops
     if recipe is None or peak is None:
         return found

@@ -19,6 +19,8 @@ class Figures:
     """Counts of one micro-batch: FLOPs and bytes as the module says.
 
     Attributes:
+        forward_moved, backward_moved: bytes of what operators beside products read and write, one by one.
+        forward_fused, backward_fused: the same where a compiler makes those between two products one kernel.
         forward_experts, backward_experts: FLOPs of grouped products, which no other product counts.
         forward_weights, backward_weights: bytes of all experts' matrices that these read or make, however few the rows.
         full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.
@@ -30,11 +32,13 @@ class Figures:
     forward_products: float = 0.0
     forward_attention: float = 0.0
     forward_moved: float = 0.0
+    forward_fused: float = 0.0
     forward_experts: float = 0.0
     forward_weights: float = 0.0
     backward_products: float = 0.0
     backward_attention: float = 0.0
     backward_moved: float = 0.0
+    backward_fused: float = 0.0
     backward_experts: float = 0.0
     backward_weights: float = 0.0
     full_attention: float = 0.0
@@ -48,6 +52,10 @@ class Figures:
             return self
         shares = {name: getattr(self, name) / degree for name in ("forward_weights", "backward_weights")}
         return replace(self, **shares)
+
+    def compiled(self) -> Figures:
+        """Return the figures of what is compiled."""
+        return replace(self, forward_moved=self.forward_fused, backward_moved=self.backward_fused)
 
     def combined(self, other: Figures, weigh: Callable[[float, float], float]) -> Figures:
         names = [field.name for field in fields(self)]
@@ -63,6 +71,9 @@ class Curve:
     two: Figures
     half: Figures
     _known: dict[tuple[int, float], Figures] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def compiled(self) -> Curve:
+        return Curve(self.tokens, self.one.compiled(), self.two.compiled(), self.half.compiled())
 
     def at(self, samples: int, tokens: float) -> Figures:
         """Return the figures of ``samples`` sequences of ``tokens`` tokens each."""

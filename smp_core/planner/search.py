@@ -322,7 +322,8 @@ class _Search:
         """Return whether computing alone takes stages longer than the best configuration so far: what all compute by
         the number of stages, or what the one with most blocks does, and the first round."""
         stages = layout["pipeline_parallel_degree"]
-        if stages == 1 or not self.prunes or self.space.fixed.get("fp8"):  # which computes in less
+        in_less = self.space.fixed.get("fp8") or self.space.fixed.get("compile")
+        if stages == 1 or not self.prunes or in_less:
             return False
         context, mode = layout["context_parallel_degree"], knobs["activations"].checkpoint
         if mode not in self.trace.block:

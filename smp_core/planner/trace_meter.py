@@ -15,6 +15,20 @@ from torch.utils.flop_counter import flop_registry
 from smp_core.checkpoint import iterate_tensors
 from smp_core.planner.model_trace import FORWARD, LEFT, Figures, Instant
 
+_FUSED = (
+    "mean",
+    "sum",
+    "amax",
+    "var_mean",
+    "_softmax",
+    "_log_softmax",
+    "native_layer_norm",
+    "cat",
+    "clone",
+    "_to_copy",
+)
+"""Operators that compilers fuse beside those that torch tags as pointwise; with their backward ones."""
+
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 """Products of rows by the matrices of their experts, torch's and Transformers', and how many each operator takes."""
 
@@ -45,6 +59,8 @@ class TraceMeter(TorchDispatchMode):
         self._watchers: dict[int, Any] = {}
         self._live = {False: 0, True: 0}  # of activations, of gradients
         self._of_gradients: set[int] = set()
+        self._unwritten: set[int] = set()  # storages that fused operators have made, and nothing else has read
+        self._read: set[int] = set()  # by the kernel that fused operators make since the last product
         self.instants: list[Instant] = []
         self._behind_blocks: list[int] = []
         self.blocks_reached = 0
@@ -106,8 +122,37 @@ class TraceMeter(TorchDispatchMode):
             self._count_attention(name, func, args, kwargs)
         elif packet in flop_registry:
             self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
-        elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
-            self._add("moved", sum(each.numel() * each.itemsize for each in [*tensors_in(args), *tensors]))
+        elif name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            return
+        else:
+            read = list(tensors_in(args))
+            n_bytes = sum(each.numel() * each.itemsize for each in [*read, *tensors])
+            self._add("moved", n_bytes)
+            if torch.Tag.pointwise in func.tags or name.split("_backward")[0] in _FUSED:
+                self._count_fused(read, tensors)
+                return
+            self._add("fused", n_bytes)
+        # What a kernel of fused operators made is written for this one, and the next of them reads anew.
+        for each in tensors_in((args, kwargs)):
+            if id(each.untyped_storage()) in self._unwritten:
+                self._unwritten.discard(id(each.untyped_storage()))
+                self._add("fused", each.numel() * each.itemsize)
+        self._read.clear()
+
+    def _count_fused(self, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """Count an operator that is fused with those around it: the kernel reads what others have made, once."""
+        for each in read:
+            storage = id(each.untyped_storage())
+            if storage not in self._unwritten and storage not in self._read:
+                self._add("fused", each.numel() * each.itemsize)
+            self._read.add(storage)
+        changed = {id(each.untyped_storage()) for each in read}
+        for each in made:
+            storage = id(each.untyped_storage())
+            if storage in changed and storage not in self._unwritten:
+                self._add("fused", each.numel() * each.itemsize)  # changed in place
+            elif storage not in changed:
+                self._unwritten.add(storage)
 
     def _count_grouped(
         self, products: int, rows: torch.Tensor, matrices: torch.Tensor, made: list[torch.Tensor]
@@ -159,6 +204,8 @@ class TraceMeter(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)
         self._of_gradients.discard(address)
+        self._unwritten.discard(address)
+        self._read.discard(address)
         self._watchers.pop(address, None)
 
 

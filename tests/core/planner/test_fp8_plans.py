@@ -64,6 +64,14 @@ def test_products_take_half_the_time_and_casts_move_bytes(
     assert after.backward_moved - before.backward_moved == pytest.approx(of_number * outputs + backward)
 
 
+def test_compiled_blocks_move_less_and_compute_as_much(mixture: ModelTrace) -> None:
+    plain, compiled = (decided(mixture, shard_degree=4, compile=each) for each in (None, True))
+    before, after = (block_figures(each, mixture, H100, "none", SAMPLES, TOKENS) for each in (plain, compiled))
+    assert (after.forward_moved, after.backward_moved) == (before.forward_fused, before.backward_fused)
+    assert 0 < after.forward_moved < before.forward_moved / 2 and 0 < after.backward_moved < before.backward_moved / 2
+    assert (after.forward_products, after.backward_attention) == (before.forward_products, before.backward_attention)
+
+
 def test_weights_are_gathered_as_bytes_and_magnitudes_once_a_step(mixture: ModelTrace) -> None:
     """Embedding, head, norms and routers are gathered as before; a block has six linear layers and stacks."""
     plans = [decided(mixture, shard_degree=4, fp8=each) for each in (None, True, {"fp8_all_gather": False})]

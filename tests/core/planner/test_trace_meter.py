@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -12,13 +13,13 @@ from smp_core.planner.trace_meter import TraceMeter
 WIDTH = 1000
 
 
-def moved(step: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
-    """Return the bytes that ``step`` moves, of two float32 vectors of 1,000 elements."""
+def moved(step: Callable[[torch.Tensor, torch.Tensor], object], what: str = "moved") -> float:
+    """Return the bytes that ``step`` moves, of two float32 vectors of 1,000 elements; "fused": if it is compiled."""
     with FakeTensorMode():
         x, y = torch.ones(WIDTH), torch.ones(WIDTH)
         with TraceMeter(set()) as meter:
             step(x, y)
-    return meter.counts["forward_moved"]
+    return meter.counts[f"forward_{what}"]
 
 
 def test_operators_move_what_they_read_and_write() -> None:
@@ -35,3 +36,23 @@ def test_views_and_questions_move_nothing() -> None:
 def test_operators_that_only_change_tensors_move_what_they_change() -> None:
     """They return nothing, as questions do."""
     assert moved(lambda x, y: torch._foreach_mul_([x, y], 2.0)) == 2 * 4 * WIDTH  # type: ignore[func-returns-value]
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    return x.view(10, -1) @ x.view(-1, 10)
+
+
+@pytest.mark.parametrize(
+    ("step", "vectors"),
+    [
+        (lambda x, y: torch.relu(x + y).mean(), 2),  # two are read, nothing that is made is used
+        (lambda x, y: product(torch.relu(x + y)), 3),  # the product reads what was written
+        (lambda x, y: product(torch.relu(x) * x.mean()), 2),  # x is read once
+        (lambda x, y: (torch.relu(x), product(y), torch.tanh(x)), 2),  # by one kernel before the product, one behind it
+        (lambda x, y: x.mul_(2.0).add_(y), 4),  # x and y are read, and x changed twice
+    ],
+)
+def test_a_compiler_moves_what_lies_between_products_once(
+    step: Callable[[torch.Tensor, torch.Tensor], object], vectors: int
+) -> None:
+    assert moved(step, "fused") == vectors * 4 * WIDTH
