@@ -231,7 +231,8 @@ class ContextParallel:
             local.pop(key, None)
 
         # Positions and targets that the model cannot find in its part.
-        split = SplitBatch(local, plan, length, self.group.rank, group=self.group, dims=dims)
+        here = {key: dim for key, dim in dims.items() if key in local}
+        split = SplitBatch(local, plan, length, self.group.rank, group=self.group, dims=here)
         split.position_ids = own.take_positions(position_ids)
         split.last_position = position_ids.max()
         if sequences.get("position_ids") is not None and sequences.get("attention_mask") is None:

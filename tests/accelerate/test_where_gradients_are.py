@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from accelerate_smp.trainer import SmpTrainer
-from tests.accelerate import program_parts, programs
+from tests.accelerate import program_parts, program_runs
 from tests.harness import run_ranks
 
 
@@ -54,11 +54,11 @@ class Scales(SmpTrainer):
 
 def words(folder: Path, kind: type[SmpTrainer], callbacks: list[TrainerCallback], knobs: dict[str, Any]) -> list[str]:
     """What is said about gradients in a training."""
-    programs.reset()
+    program_runs.reset()
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    args = programs.TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder), max_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no"
     )
     rows = program_parts.make_rows("dict", 16, "fixed", 1)
