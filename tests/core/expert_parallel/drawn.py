@@ -95,11 +95,15 @@ def draw(seed: int) -> Drawn:
     tensor = max(each.tensor for each in both)
     per_node = seeded.choice([size for size in (1, 2, 2, 4, 8) if tensor <= size <= world])
     # Batches.
-    data = max(world // (each.stages * each.tensor * each.context) for each in both)
     some = (2, 4) if "4 layers" in features else (1, 2, 4)
+    if some[0] * _data_size(world, both) > layouts.SAMPLES:
+        both = both[:1]
+    data = _data_size(world, both)
     parts = seeded.choice([size for size in some if size * data <= layouts.SAMPLES])
     is_one_pass = "auxiliary" in features or both[0].context > 1 or len(both) > 1
     batches = "even" if is_one_pass else seeded.choice(BATCHES)
+    if batches == "ragged" and tensor > 1:  # which divide the tokens of a sequence
+        batches = "even"
     # Steps. An evaluation's auxiliary loss is that of a rank's tokens.
     is_frozen = any("frozen" in each or "adapted" in each for each in features)
     left_out = ["freeze", "thaw"] if is_frozen or optimizer == "muon" else []
@@ -111,6 +115,10 @@ def draw(seed: int) -> Drawn:
         ", ".join((family, *features)), world, per_node, both[0], parts, seeded.choice((1, 1, 2)), events,
         both[1] if len(both) > 1 else None, optimizer, seeded.choice(CLIPPED), averages, batches,
     )  # fmt: skip
+
+
+def _data_size(world: int, both: Sequence[Layout]) -> int:
+    return max(world // (each.stages * each.tensor * each.context) for each in both)
 
 
 def _layout(
