@@ -64,7 +64,7 @@ def balance_routers(
         group: the ranks whose gradients are added up.
 
     Raises:
-        ValueError: the model has no loss, no biases, or no experts, of the kind that was asked for.
+        ValueError: the model has no loss, or no biases, of the kind that was asked for.
     """
     knobs, sums = plan.knobs, Sums(group, meter)
     is_cut = plan.stages is not None

@@ -51,22 +51,28 @@ class Capacity:
             setattr(experts, DROPPED, torch.zeros(2, dtype=torch.int64, device=device))
             # Rows that are left out do not travel: they are for an expert that there is not.
             nowhere = None if plan.knobs.expert_parallel_degree == 1 else site.experts
-            drop = functools.partial(_leave_out, self._number, site.experts, nowhere)
+            signature = inspect.signature(functools.partial(type(experts).forward, experts))
+            drop = functools.partial(_leave_out, self._number, signature, site.experts, nowhere)
             experts.register_forward_pre_hook(drop, with_kwargs=True)
 
 
 @torch.compiler.disable
 def _leave_out(
-    number: int, n_experts: int, nowhere: int | None, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    number: int,
+    signature: inspect.Signature,
+    n_experts: int,
+    nowhere: int | None,
+    experts: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Give the experts' forward weights of 0 where an expert is full, and an expert ``nowhere`` if that is not None."""
     if not (experts.training and torch.is_grad_enabled()):
         return None
-    bound = inspect.signature(type(experts).forward).bind(experts, *args, **kwargs)
-    _, hidden, chosen, weights = bound.arguments.values()
+    hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
     taken = torch.ops.smp.taken_choices(weights.detach(), chosen, n_experts, number)
     left_out = taken.logical_not()
-    getattr(experts, DROPPED).add_(torch.stack([left_out.sum(), torch.ones_like(chosen).sum()]))
+    getattr(experts, DROPPED).add_(torch.stack([left_out.sum(), chosen.new_full((), chosen.numel())]))
     weights = weights.masked_fill(left_out, 0)
     chosen = chosen if nowhere is None else chosen.masked_fill(left_out, nowhere)
     return (hidden, chosen, weights), {}

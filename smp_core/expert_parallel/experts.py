@@ -27,7 +27,7 @@ from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.deep_ep import DeepEpDispatch
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
-from smp_core.plan import ExpertShape, Plan, adapters_of
+from smp_core.plan import DEALT, ExpertShape, Plan, adapters_of
 from smp_core.torch_facts import local_part
 
 
@@ -93,7 +93,7 @@ def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
 def _require_ranks(module: Any, site: ExpertShape, ranks: DeviceMesh) -> None:
     """Refuse experts that were dealt to other ranks than ours would be."""
     for name, parameter in module.named_parameters(recurse=False):
-        dealt = parameter.device_mesh["ep"].mesh if isinstance(parameter, DTensor) else None
+        dealt = parameter.device_mesh[DEALT].mesh if isinstance(parameter, DTensor) else None
         if dealt is None or not torch.equal(dealt, ranks.mesh):
             raise ValueError(
                 f"{site.name}.{name} came dealt to other ranks than {ranks.mesh.tolist()}; load the model without "

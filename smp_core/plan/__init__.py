@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smp_core.plan.communicator_count import communicators as communicators
     from smp_core.plan.examples import Example as Example, call_with as call_with, example_of as example_of
     from smp_core.plan.experts import (
+        DEALT as DEALT,
         DROPPED as DROPPED,
         LOSS as LOSS,
         ExpertShape as ExpertShape,

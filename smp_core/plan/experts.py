@@ -21,6 +21,9 @@ from torch import Tensor, nn
 # Transformers' mark. It has no public name; the class decorator leaves nothing else that other modules do not have.
 _MARK = "_is_expert_parallel"
 
+DEALT = "ep"
+"""The axis of Transformers' meshes over which its own expert parallelism deals whole experts."""
+
 DROPPED = "_smp_dropped_choices"
 """Where experts with a capacity count, on their device, since the last report: choices left out, and all of them."""
 

@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def experts_in_stages(self) -> bool:
-        """Tell whether tokens go to experts on other nodes in two all-to-alls."""
+        """Return whether tokens go to experts on other nodes in two all-to-alls."""
         collectives = self.knobs.collectives
         return bool(collectives.hierarchical) and collectives.expert_transport == "all_to_all"
 

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from smp_core.plan import GivenSharding
+from smp_core.plan import DEALT, GivenSharding
 from smp_core.sharding.fsdp import forget_partial_sums, given_policy, partial_sum_bytes
 from smp_core.sharding.optimizer.shards import WorldSharding
-
-_EXPERTS = "ep"
-"""The axis of Transformers' meshes over which whole experts are dealt."""
 
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
@@ -34,8 +31,8 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
         return None
     # All parameters on one mesh, by FSDP2; experts that were dealt, on the ranks that hold the same ones.
     kind = type(model).__name__.removeprefix("FSDP")
-    dealt = {name: p.device_mesh for name, p in sharded.items() if _EXPERTS in (p.device_mesh.mesh_dim_names or ())}
-    experts = next(iter(dealt.values()))[_EXPERTS].size() if dealt else 1
+    dealt = {name: p.device_mesh for name, p in sharded.items() if DEALT in (p.device_mesh.mesh_dim_names or ())}
+    experts = next(iter(dealt.values()))[DEALT].size() if dealt else 1
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")

@@ -59,8 +59,7 @@ def adopt_units(
         module: Any = model.get_submodule(each.name)
         unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, passes, in_order=True)
         if each.name in meshes and meshes[each.name].size() == 1:
-            # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
-            module.set_gradient_divide_factor(None)
+            unit.leave_undivided()
         module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         units.append(unit)

@@ -128,6 +128,11 @@ class ShardedUnit:
         if is_root:
             module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
 
+    def leave_undivided(self) -> None:
+        """Let FSDP2 divide nothing, by default, where the unit is of one rank: by a factor of 1 it would divide into
+        one more copy of the gradients."""
+        self.module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters (DTensors), trainable or not, in FSDP2's order."""
         return [] if self.group is None else self.group.parameters()

@@ -85,8 +85,7 @@ def shard_units(
         assert isinstance(unit_module, FSDPModule)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions, passes)
         if over.size() == 1:
-            # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
-            unit_module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
+            unit.leave_undivided()
         if knobs.collectives.symmetric_memory:
             unit_module.set_symm_mem_for_comm()  # its reductions only add up: the unit has said that ours do
         else:

@@ -32,6 +32,7 @@ from tests.core.tensor_parallel.model_cases import (
     batches,
     build,
     differences,
+    everything,
     full,
     loss_of,
     optimizer_of,
@@ -102,14 +103,6 @@ def beside_experts(make: Callable[[nn.Module], torch.optim.Optimizer], shard: in
             optimizer.step()
         found.append(weights(model))
     return difference(found[1], found[0])
-
-
-def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    states = named_optimizer_state(parallel.module, optimizer)["state"]
-    found = {name: full(value) for name, value in parallel.model_state().items()}
-    for name, entry in states.items():
-        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
-    return found
 
 
 def saved_and_loaded(folder: Path, cases: Sequence[Case]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from smp_core.checkpoint.optimizers import named_optimizer_state
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
@@ -205,6 +206,14 @@ def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Opti
         optimizer.step()
         optimizer.zero_grad()
     return parallel, optimizer
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = named_optimizer_state(parallel.module, optimizer)["state"]
+    found = {name: full(value) for name, value in parallel.model_state().items()}
+    for name, entry in states.items():
+        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return found
 
 
 def differences(seen: Training, expected: Training, tolerance: float = 1e-12) -> list[str]:

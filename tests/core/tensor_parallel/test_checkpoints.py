@@ -13,19 +13,10 @@ from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
-from smp_core.engine.parallel_model import ParallelModel
-from tests.core.tensor_parallel.model_cases import Case, batches, build, full, trained
+from tests.core.tensor_parallel.model_cases import Case, batches, build, everything, full, trained
 from tests.harness import run_ranks
 
 KINDS = ("llama", "gpt2")
-
-
-def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    states = named_optimizer_state(parallel.module, optimizer)["state"]
-    found = {name: full(value) for name, value in parallel.model_state().items()}
-    for name, entry in states.items():
-        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
-    return found
 
 
 def save(folder: Path, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
